@@ -1,0 +1,48 @@
+# `make demo` and `make test` do all the set-up themselves; they need Python 3.11 and make.
+PYTHON ?= python3.11
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: demo test lint types clean help
+
+demo: $(INSTALLED) ## run the demonstration
+	@$(RUN) -m sepc_torch.demo
+
+test: $(INSTALLED) ## run the tests and doctests; more with ARGS, as in make test ARGS="-k partition --seed 7"
+	@$(RUN) -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## check style and format
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+types: $(INSTALLED) ## check types
+	@$(RUN) -m mypy sepc_torch tests $(wildcard experiments/*.py)
+
+clean: ## remove the virtual environment and every cache
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The stamp is written last and removed first, so an interrupted set-up starts again from nothing.
+# torch comes before the rest, pinned: a looser request can pull in gigabytes of CUDA libraries.
+# `pip install --group` needs pip 25.1; the one that comes with Python 3.11 is older.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or run make PYTHON=..." >&2; exit 1; }
+	@test -e $@ || rm -rf $(VENV)
+	@rm -f $@
+	@echo "set-up 1/4: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "set-up 2/4: pip"
+	@$(PIP) install -c constraints.txt pip
+	@echo "set-up 3/4: torch"
+	@$(PIP) install -c constraints.txt torch==2.13.0
+	@echo "set-up 4/4: sepc_torch and the development tools"
+	@$(PIP) install -c constraints.txt -e ".[plot,sklearn]" --group dev
+	@touch $@

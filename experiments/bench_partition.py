@@ -1,0 +1,162 @@
+"""How the partition scales: synthetic 10-class embeddings, and real ones where SEPC_DATA has them.
+
+Claim: CPU time grows close to linearly in the number of points, and 50 000 real embeddings in 16 dimensions, 10
+classes, max_impure 50, take under 60 CPU seconds (a first prototype took 310).
+
+    SEPC_DATA=... python experiments/bench_partition.py
+
+The share of time per program is measured inside the same runs: ``cover`` are minimum-volume ellipsoids with the
+questions asked of them, ``hulls`` the closest points of reduced hulls, ``disjoint`` the tests of whether two
+ellipsoids meet.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import arguments, environment, write_results
+
+from sepc_torch import partition
+from sepc_torch.separating import Separator
+
+PROGRAMS = {"_cover": "cover", "_closest": "hulls", "_disjoint": "disjoint", "_impure": "cover"}
+
+
+def embeddings(count: int, dim: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ten classes with some overlap: curved, anisotropic clusters with heavy tails, as trained encoders give."""
+    labels = rng.integers(0, 10, count)
+    centers = rng.normal(size=(10, dim)) * 1.6 / np.sqrt(dim / 8)
+    shapes = rng.normal(size=(10, dim, dim)) / np.sqrt(dim)
+    tails = rng.standard_gamma(3.0, size=(count, 1)) / 3.0
+    z = np.einsum("nij,nj->ni", shapes[labels], rng.normal(size=(count, dim))) / np.sqrt(tails)
+    z[:, 0] += 0.3 * z[:, 1] ** 2
+    return centers[labels] + z, labels
+
+
+def fashion(dim: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """50 000 embeddings of a small CNN, projected on their first principal components."""
+    folder = os.environ.get("SEPC_DATA")
+    if folder is None or not (Path(folder) / "fashion_mnist_cnn_features.npz").is_file():
+        return None
+    file = np.load(Path(folder) / "fashion_mnist_cnn_features.npz")
+    train = np.flatnonzero(file["split"] == 0)[:50_000]
+    x, y = file["X"][train].astype(np.float64), file["y"][train]
+    x -= x.mean(axis=0)
+    _, vectors = np.linalg.eigh(x.T @ x)
+    return x @ vectors[:, ::-1][:, :dim], y
+
+
+@contextmanager
+def measured(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
+    """Count the time and the calls of each program inside the separator."""
+    originals = {name: getattr(Separator, name) for name in PROGRAMS}
+    depth = 0
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            begun = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+                if depth == 0:  # a test of disjointness covers sets too; its time counts once
+                    spent[PROGRAMS[name]] += time.process_time() - begun
+                    calls[PROGRAMS[name]] += 1
+
+        return call
+
+    for name, function in originals.items():
+        setattr(Separator, name, timed(name, function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(Separator, name, function)
+
+
+def measure(name: str, x: np.ndarray, y: np.ndarray, max_impure: int) -> dict[str, Any]:
+    spent: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    wall, cpu = time.perf_counter(), time.process_time()
+    with measured(spent, calls):
+        found = partition(x, y, max_impure=max_impure, progress=False)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    row = {
+        "data": name,
+        "points": len(x),
+        "dims": x.shape[1],
+        "max_impure": max_impure,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "ellipsoids": sum(e.kind != "isolated" for e in found.ellipsoids),
+        "isolated": sum(e.kind == "isolated" for e in found.ellipsoids),
+        "cells": len(found.cells),
+        "calls": dict(calls),
+        "share": {program: seconds / cpu for program, seconds in spent.items()}
+        | {"count": found.seconds["count"] / wall},
+    }
+    shares = "  ".join(f"{program} {share:4.0%}" for program, share in row["share"].items())
+    print(
+        f"{name:10s} {len(x):7d} x {x.shape[1]:3d}  wall {wall:7.2f} s  cpu {cpu:7.2f} s  "
+        f"{row['ellipsoids']:4d} ellipsoids {row['isolated']:5d} isolated {row['cells']:6d} cells   {shares}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    rng = np.random.default_rng(options.seed)
+    rows = []
+    for dim in (8,) if options.smoke else (8, 16, 32):
+        rows += [
+            # Tolerated impurity in proportion to the class, as one would choose it: 1 in 100.
+            measure("synthetic", *embeddings(count, dim, rng), max_impure=max(2, count // 1000))
+            for count in ((500,) if options.smoke else (2000, 10_000, 50_000))
+        ]
+    if options.smoke:
+        return
+    growth = {
+        f"synthetic, {dim} dims, 10k to 50k: exponent": float(
+            np.log(_cpu(rows, 50_000, dim) / _cpu(rows, 10_000, dim)) / np.log(5)
+        )
+        for dim in (8, 16, 32)
+    }
+    for dim in (16, 32):
+        real = fashion(dim)
+        if real is None:
+            print("real embeddings: skipped, SEPC_DATA does not have fashion_mnist_cnn_features.npz")
+            break
+        rows.append(measure("fashion", *real, max_impure=50))
+    for claim, value in growth.items():
+        print(f"{claim} {value:.2f}")
+    path = write_results(
+        "bench_partition",
+        {
+            "command": "python experiments/bench_partition.py",
+            "environment": environment(),
+            "seed": options.seed,
+            "rows": rows,
+            "growth": growth,
+        },
+    )
+    print(f"written: {path.name}")
+
+
+def _cpu(rows: list[dict[str, Any]], points: int, dims: int) -> float:
+    return next(
+        row["cpu_s"] for row in rows if row["data"] == "synthetic" and (row["points"], row["dims"]) == (points, dims)
+    )
+
+
+if __name__ == "__main__":
+    main()

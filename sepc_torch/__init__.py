@@ -1,0 +1,54 @@
+"""SEP-C: which predictions to trust, from sequential ellipsoidal partitioning.
+
+Names load on first use, so that a machine with only torch and NumPy can run a frozen model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
+    from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
+    from sepc_torch.overlap import Landscape as Landscape
+    from sepc_torch.overlap import landscape as landscape
+    from sepc_torch.overlap import small_disjuncts as small_disjuncts
+    from sepc_torch.partition_record import Partition as Partition
+    from sepc_torch.partitioning import partition as partition
+    from sepc_torch.separating import Kind as Kind
+    from sepc_torch.solvers import distance_to_ellipsoid as distance_to_ellipsoid
+    from sepc_torch.solvers import ellipsoids_intersect as ellipsoids_intersect
+    from sepc_torch.solvers import minimum_volume_ellipsoid as minimum_volume_ellipsoid
+    from sepc_torch.solvers import reduced_hull_points as reduced_hull_points
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Ellipsoid": "ellipsoid",
+    "Kind": "separating",
+    "Landscape": "overlap",
+    "MinimumVolumeEllipsoid": "ellipsoid",
+    "Partition": "partition_record",
+    "distance_to_ellipsoid": "solvers",
+    "ellipsoids_intersect": "solvers",
+    "landscape": "overlap",
+    "minimum_volume_ellipsoid": "solvers",
+    "partition": "partitioning",
+    "reduced_hull_points": "solvers",
+    "small_disjuncts": "overlap",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}.")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,143 @@
+"""Training data as users have it, turned into float64 points and class codes, or refused with a reason."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sepc_torch.shapes import Array, Float, Int
+
+
+class TrainingSet(NamedTuple):
+    """Points (N, D), the index of each point's class in ``classes`` (N,), the classes (C,) and the features' names."""
+
+    points: Float[Array, "N D"]
+    codes: Int[Array, "N"]
+    classes: Array
+    feature_names: tuple[str, ...] | None
+
+
+def training_set(x: Any, y: Any, classes: Any = None) -> TrainingSet:
+    """Check points and labels and bring them into one form.
+
+    Args:
+        x: (N, D) numbers: an array, a list of rows, a torch tensor or a DataFrame, whose column names are kept.
+        y: (N,) labels of any sortable type.
+        classes: The labels in the order wanted; every one must occur. By default all that occur, sorted.
+
+    >>> training_set([[0.0], [2.0], [3.0]], ["b", "a", "b"]).codes
+    array([1, 0, 1])
+    """
+    points, names = numeric_points(x)
+    labels = _labels(y)
+    if len(labels) != len(points):
+        raise ValueError(f"X has {len(points)} rows and y has {len(labels)} labels; one label per row is needed.")
+    found, codes = np.unique(labels, return_inverse=True)
+    codes = codes.ravel().astype(np.int64)
+    if classes is not None:
+        found, codes = _reorder(found, codes, _labels(classes, "classes"))
+    if len(found) < 2:
+        raise ValueError(
+            f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two. "
+            "Check the label column, or the filter that made this subset."
+        )
+    counts = np.bincount(codes)
+    if counts.max() < points.shape[1]:
+        raise ValueError(
+            f"No class has as many points as there are features ({counts.max()} at most, {points.shape[1]} features), "
+            "so no ellipsoid can be found. Project to fewer dimensions first (PCA, for example) or add data."
+        )
+    return TrainingSet(points, codes, found, names)
+
+
+def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[str, ...] | None]:
+    """Points as float64, and the column names of a DataFrame."""
+    if hasattr(x, "tocsr") or hasattr(x, "tocoo"):
+        raise TypeError(
+            f"{name} is a sparse matrix; ellipsoids need dense points. Use {name}.toarray() if it is narrow, or "
+            "project it first (sklearn.decomposition.TruncatedSVD)."
+        )
+    names: tuple[str, ...] | None = None
+    if hasattr(x, "columns") and hasattr(x, "dtypes"):
+        names = tuple(str(column) for column in x.columns)
+        wrong = [column for column, dtype in zip(names, list(x.dtypes), strict=True) if not _is_numeric(dtype)]
+        if wrong:
+            raise TypeError(f"{name} has columns that are not numbers: {', '.join(wrong)}. Encode or drop them.")
+        x = x.to_numpy()
+    elif hasattr(x, "detach"):
+        x = x.detach().cpu().double().numpy()
+    points = np.asarray(x)
+    if points.dtype == object:
+        raise TypeError(
+            f"{name} is an array of Python objects; make it numeric first, for example {name}.astype(float)."
+        )
+    if points.dtype.kind not in "fiub":
+        raise TypeError(f"{name} must hold real numbers, got dtype {points.dtype}.")
+    if points.ndim != 2 or 0 in points.shape:
+        raise ValueError(f"{name} must be a non-empty array of shape (points, features), got shape {points.shape}.")
+    points = points.astype(np.float64)
+    bad = ~np.isfinite(points)
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        where = names[column] if names is not None else column
+        raise ValueError(
+            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}, column {where!r}. "
+            "Drop those rows or fill them in."
+        )
+    return points, names
+
+
+def count(value: Any, name: str, least: int = 0) -> int:
+    """An integer argument of at least ``least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}.") from None
+    if isinstance(value, (bool, np.bool_)) or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return number
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return getattr(dtype, "kind", "O") in "fiub"
+
+
+def _labels(y: Any, name: str = "y") -> Array:
+    if hasattr(y, "detach"):
+        y = y.detach().cpu().numpy()
+    labels = np.asarray(y)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, one label per point, got shape {labels.shape}.")
+    if len(labels) == 0:
+        raise ValueError(f"{name} is empty.")
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        raise ValueError(f"{name} holds missing labels (NaN). Drop those rows.")
+    if labels.dtype == object:
+        kinds = {type(label).__name__ for label in labels}
+        if any(label is None or label != label for label in labels):
+            raise ValueError(f"{name} holds missing labels (None or NaN). Drop those rows.")
+        if len(kinds) > 1:
+            raise TypeError(f"{name} mixes labels of the types {', '.join(sorted(kinds))}; use one type.")
+        labels = np.array(labels.tolist())
+        if labels.ndim != 1 or labels.dtype == object:
+            raise TypeError(f"{name} holds labels of type {kinds.pop()}; use numbers, strings or booleans.")
+    return labels
+
+
+def _reorder(found: Array, codes: Int[Array, "N"], classes: Array) -> tuple[Array, Int[Array, "N"]]:
+    wanted = classes.tolist()
+    present = found.tolist()
+    if len(set(wanted)) != len(wanted):
+        raise ValueError(f"classes names a label twice: {wanted}.")
+    missing = [label for label in wanted if label not in present]
+    if missing:
+        raise ValueError(f"classes names {missing}, but y holds no point of that label (it holds {present}).")
+    unknown = [label for label in present if label not in wanted]
+    if unknown:
+        raise ValueError(f"y holds the labels {unknown}, which classes={wanted} does not name.")
+    position = np.array([wanted.index(label) for label in present])
+    return classes, position[codes]

@@ -1,0 +1,118 @@
+"""Pictures of partitions in two dimensions (extra ``plot``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.lines import Line2D
+
+from sepc_torch.ellipsoid import Ellipsoid
+from sepc_torch.inputs import training_set
+from sepc_torch.partition_record import Partition
+from sepc_torch.separating import Kind
+from sepc_torch.shapes import Array, Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, told apart under every common colour blindness; shape says the class a second time.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
+
+
+def outline(ellipsoid: Ellipsoid, points: int = 200) -> Float[Array, "P 2"]:
+    r"""Points along the boundary of an ellipse, :math:`c + W^{-1} (\cos t, \sin t)`.
+
+    >>> import numpy as np
+    >>> outline(Ellipsoid.ball(np.zeros(2), 2.0), points=3).round(6)
+    array([[ 2.,  0.],
+           [-2.,  0.],
+           [ 2.,  0.]])
+    """
+    if ellipsoid.dim != 2:
+        raise ValueError(f"Only ellipses can be drawn; this ellipsoid has {ellipsoid.dim} dimensions.")
+    t = np.linspace(0.0, 2.0 * np.pi, points)
+    circle = np.stack([np.cos(t), np.sin(t)])
+    return ellipsoid.center + np.linalg.solve(ellipsoid.whitener, circle).T
+
+
+def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = True, ax: Axes | None = None) -> Axes:
+    """Draw labelled points, the ellipses that cover them and the hyperplane of every iteration.
+
+    The line of an iteration lies halfway between its two hyperplanes and carries its number; ellipses of terminal
+    sets are dashed; isolated points wear a ring.
+
+    Args:
+        partition: A partition of two-dimensional points.
+        X: The points to draw (N, 2).
+        y: Their labels (N,).
+        hyperplanes: Whether to draw the hyperplanes; with many classes they hide the rest.
+        ax: Axes to draw on; new ones by default.
+    """
+    data = training_set(X, y, partition.classes)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    labels = partition.classes.tolist()
+    for c, label in enumerate(labels):
+        color, marker = COLORS[c % len(COLORS)], MARKERS[c % len(MARKERS)]
+        own = data.points[data.codes == c]
+        ax.scatter(own[:, 0], own[:, 1], s=16, c=color, marker=marker, alpha=0.75, linewidths=0, zorder=2, label=f"class {label}")
+        for e in (e for e in partition.ellipsoids if e.label == label):
+            if e.kind is Kind.ISOLATED:
+                ax.plot(*e.center, marker="o", ms=9, mfc="none", mec=color, mew=1.2, zorder=3)
+                continue
+            style = "--" if e.kind is Kind.TERMINAL else "-"
+            ax.fill(*outline(e).T, color=color, alpha=0.10, zorder=1)
+            ax.plot(*outline(e).T, color=color, lw=1.6, ls=style, zorder=3)
+    low, high = data.points.min(axis=0), data.points.max(axis=0)
+    margin = 0.18 * (high - low)
+    box = low - margin, high + margin
+    if hyperplanes:
+        _draw_hyperplanes(partition, ax, box)
+    ax.set(xlim=(box[0][0], box[1][0]), ylim=(box[0][1], box[1][1]))
+    names = partition.feature_names or ("feature 0", "feature 1")
+    ax.set(xlabel=names[0], ylabel=names[1])
+    handles, _ = ax.get_legend_handles_labels()
+    kinds = {e.kind for e in partition.ellipsoids}
+    handles.append(Line2D([], [], color="0.3", lw=1.6, label="ellipsoid"))
+    if Kind.TERMINAL in kinds:
+        handles.append(Line2D([], [], color="0.3", lw=1.6, ls="--", label="terminal ellipsoid"))
+    if Kind.ISOLATED in kinds:
+        handles.append(Line2D([], [], color="0.3", ls="", marker="o", ms=9, mfc="none", label="isolated point"))
+    if hyperplanes and partition.hyperplanes:
+        handles.append(Line2D([], [], color="0.45", lw=1.0, ls=":", label="hyperplane of iteration n"))
+    ax.legend(handles=handles, loc="best", fontsize=9, framealpha=0.9)
+    return ax
+
+
+def _draw_hyperplanes(partition: Partition, ax: Axes, box: tuple[Array, Array]) -> None:
+    for h in partition.hyperplanes:
+        ends = _across(h.w, 0.5 * (h.alpha + h.beta), box)
+        if ends is None:
+            continue
+        ax.plot(*ends.T, color="0.45", lw=1.0, ls=":", zorder=2)
+        # The number sits a little inside the upper end, clear of the frame.
+        at = ends[1] + 0.04 * (ends[0] - ends[1])
+        pad = {"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.6", "lw": 0.6}
+        ax.text(at[0], at[1], str(h.iteration), fontsize=8, color="0.25", ha="center", va="center", bbox=pad, zorder=4)
+
+
+def _across(w: Float[Array, "2"], level: float, box: tuple[Array, Array]) -> Float[Array, "2 2"] | None:
+    r"""The two ends, lower first, of the line :math:`w^\top z = t` inside the box."""
+    ends = []
+    for axis in (0, 1):
+        other = 1 - axis
+        if w[other] == 0:
+            continue
+        for edge in (box[0][axis], box[1][axis]):
+            value = (level - w[axis] * edge) / w[other]
+            if box[0][other] <= value <= box[1][other]:
+                end = np.empty(2)
+                end[axis], end[other] = edge, value
+                ends.append(end)
+    if len(ends) < 2:
+        return None
+    ends.sort(key=lambda end: (end[1], end[0]))
+    return np.stack([ends[0], ends[-1]])

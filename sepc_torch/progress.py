@@ -1,0 +1,63 @@
+"""A progress bar that appears only when someone is waiting for it."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# Work that takes less than this, in seconds, shows no bar.
+_PATIENCE = 1.0
+
+Choice = Literal["auto"] | bool
+
+
+class Bar:
+    """A bar over ``total`` units; ``"auto"`` shows it on a terminal once the work has taken a second.
+
+    Notebooks and redirected output get nothing by default: a bar would fill their logs. ``True`` shows it from the
+    start wherever the output goes, ``False`` never.
+    """
+
+    def __init__(self, description: str, total: int, choice: Choice) -> None:
+        if choice not in ("auto", True, False):
+            raise ValueError(f"progress must be 'auto', True or False, got {choice!r}.")
+        self._description, self._total, self._choice = description, total, choice
+        self._done = 0
+        self._begun = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Bar:
+        if self._choice is True:
+            self._show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, units: int) -> None:
+        """Note that so many more units are done."""
+        self._done += units
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+        elif self._choice == "auto" and time.monotonic() - self._begun > _PATIENCE:
+            self._show()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        if self._choice == "auto" and (not console.is_terminal or console.is_jupyter):
+            self._choice = False
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._bar.add_task(self._description, total=self._total, completed=self._done)
+        self._bar.start()

@@ -1,0 +1,289 @@
+r"""Algorithms 1 and 2 of the paper: cover two sets of points with ellipsoids, one pair after another.
+
+In every iteration the closest points :math:`c, d` of the reduced hulls of what remains of :math:`X` and :math:`Y`
+give :math:`w = c - d`, and the points beyond them, :math:`x^\top w \ge \alpha = c^\top w` and
+:math:`y^\top w \le \beta = d^\top w`, are covered. While an ellipsoid holds more than ``max_impure`` remaining
+points of the other set, the step is repeated on the points it covers. What the paper leaves open is decided so:
+
+- Impure means *more than* ``max_impure``; with "at least", as Algorithm 1 prints it, 0 would never end.
+- Where :math:`c = d`, or where the step takes no point away, both hulls are reduced to their centroids instead. A set
+  that this does not reduce either cannot be separated further and is covered as it is: a *terminal* ellipsoid.
+- At most as many points as dimensions are *isolated* points; each is a ball of the least semi-axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid
+from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.solvers import NATIVE, ellipsoids_intersect, minimum_volume_ellipsoid, reduced_hull_points
+from sepc_torch.solvers.progressive import ProgressiveEllipsoid
+from sepc_torch.solvers.reduced_hull import closest_points
+
+# Ties count as beyond the hyperplane up to this share of the spread along w: what an interior-point solver leaves open.
+_TIE = 1e-7
+# Hulls count as touching when c and d are closer than this share of the data's extent.
+_COINCIDENT = 1e-7
+
+
+class Kind(StrEnum):
+    """How an ellipsoid came about."""
+
+    FIRST = "first"
+    FURTHER = "further"
+    TERMINAL = "terminal"
+    ISOLATED = "isolated"
+
+
+class Piece(NamedTuple):
+    """An ellipsoid of the first (side 0) or second set and the points, as rows of their set, it was made to cover."""
+
+    side: int
+    kind: Kind
+    iteration: int
+    ellipsoid: Ellipsoid
+    members: Int[Array, "n"]
+    support: Int[Array, "S"]
+
+
+class Hyperplane(NamedTuple):
+    r"""The hyperplanes :math:`w^\top z = \alpha` and :math:`w^\top z = \beta` of one iteration, :math:`w = c - d`."""
+
+    iteration: int
+    w: Float[Array, "D"]
+    alpha: float
+    beta: float
+
+
+class Separation(NamedTuple):
+    """All ellipsoids of both sets and the hyperplanes that led to them."""
+
+    pieces: tuple[Piece, ...]
+    hyperplanes: tuple[Hyperplane, ...]
+
+
+@runtime_checkable
+class Covering(Protocol):
+    """The minimum-volume ellipsoid of a set, able to answer the questions of the algorithm."""
+
+    def exact(self) -> MinimumVolumeEllipsoid:
+        """The ellipsoid itself."""
+
+    def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
+        """Whether more than ``limit`` of the others lie inside."""
+
+
+class _Stated:
+    """A covering whose program is solved through cvxpy."""
+
+    def __init__(self, points: Float[Array, "N D"], floor: float, solver: str) -> None:
+        self._ellipsoid = minimum_volume_ellipsoid(points, solver=solver, floor=floor)
+
+    def exact(self) -> MinimumVolumeEllipsoid:
+        return self._ellipsoid
+
+    def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
+        return int(np.count_nonzero(self._ellipsoid.contains(others))) > limit
+
+
+class _Step(NamedTuple):
+    """What one application of Algorithm 2 chose on either side, with the ellipsoids where they are known already."""
+
+    hyperplane: Hyperplane
+    chosen: tuple[Int[Array, "n"], Int[Array, "m"]]
+    coverings: tuple[Covering | None, Covering | None]
+
+
+class Separator:
+    r"""Algorithms 1 and 2 with their parameters.
+
+    Args:
+        max_impure: Remaining points of the other set that an ellipsoid may hold.
+        floor: Least semi-axis of an ellipsoid.
+        metric: Factor by which each feature enters the reduced hulls, which, other than the ellipsoids, depend on
+            scale.
+        tol: Gap to which ellipsoids are certified.
+        solver: ``"native"`` or the name of an installed cvxpy solver.
+        keep: Whether the ellipsoids of either set are wanted; a set that is not kept only serves to separate the other.
+        tick: Hears how many more points of the kept sets have been dealt with.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_impure: int,
+        floor: float,
+        metric: Float[Array, "D"] | None = None,
+        tol: float = 1e-7,
+        solver: str = NATIVE,
+        keep: tuple[bool, bool] = (True, True),
+        tick: Callable[[int], None] | None = None,
+    ) -> None:
+        self.max_impure, self.floor, self.metric, self.tol, self.solver = max_impure, floor, metric, tol, solver
+        self.keep, self.tick = keep, tick
+
+    def separate(self, x: Float[Array, "N D"], y: Float[Array, "M D"]) -> Separation:
+        """Algorithm 1."""
+        sets, dim = (x, y), x.shape[1]
+        left = [np.arange(len(x)), np.arange(len(y))]
+        pieces: list[Piece] = []
+        hyperplanes: list[Hyperplane] = []
+        iteration = 1
+        while min(len(left[0]), len(left[1])) > dim and self._wanted(left):
+            remaining = x[left[0]], y[left[1]]
+            step = self._first_step(*remaining, iteration)
+            if step is None:
+                break
+            hyperplanes.append(step.hyperplane)
+            for side in (0, 1):
+                own, others = remaining[side], remaining[1 - side]
+                members, covering, pure = self._shrink(own, others, step.chosen[side], step.coverings[side])
+                if self.keep[side]:
+                    kind = Kind.TERMINAL if not pure else Kind.FIRST if iteration == 1 else Kind.FURTHER
+                    rows = left[side][members]
+                    pieces += self._pieces(sets[side], rows, others, covering, Piece(side, kind, iteration, *_UNKNOWN))
+                left[side] = np.delete(left[side], members)
+                self._done(side, len(members))
+            iteration += 1
+        for side in (0, 1):
+            if self.keep[side] and len(left[side]):
+                # Line 27 of Algorithm 1 asks for n points here, one less than the loop: two points of XOR are covered.
+                covering = self._cover(sets[side][left[side]]) if len(left[side]) >= dim else None
+                others = sets[1 - side][left[1 - side]]
+                blank = Piece(side, Kind.TERMINAL if covering else Kind.ISOLATED, iteration, *_UNKNOWN)
+                pieces += self._pieces(sets[side], left[side], others, covering, blank)
+                self._done(side, len(left[side]))
+        return Separation(tuple(pieces), tuple(hyperplanes))
+
+    def _done(self, side: int, points: int) -> None:
+        if self.tick is not None and self.keep[side]:
+            self.tick(points)
+
+    def _wanted(self, left: list[Int[Array, "n"]]) -> bool:
+        return any(keep and len(rows) > 0 for keep, rows in zip(self.keep, left, strict=True))
+
+    def _first_step(self, x: Float[Array, "N D"], y: Float[Array, "M D"], iteration: int) -> _Step | None:
+        """Algorithm 2 on what remains of both sets; None if they cannot be separated."""
+        disjoint = self._disjoint(x, y)
+        hx, hy = self._in_metric(x), self._in_metric(y)
+        if disjoint is not None:
+            c, d = self._closest(hx, hy, cap=1.0)
+            return _Step(_hyperplane(iteration, c, d), (np.arange(len(x)), np.arange(len(y))), disjoint)
+        for c, d in self._directions(hx, hy):
+            chosen = _beyond(hx, c - d, c), _beyond(hy, d - c, d)
+            if len(chosen[0]) + len(chosen[1]) < len(x) + len(y):
+                return _Step(_hyperplane(iteration, c, d), chosen, (None, None))
+        return None
+
+    def _shrink(
+        self,
+        own: Float[Array, "N D"],
+        others: Float[Array, "M D"],
+        members: Int[Array, "n"],
+        covering: Covering | None,
+    ) -> tuple[Int[Array, "n"], Covering | None, bool]:
+        """Repeat Algorithm 2 on the covered points until the ellipsoid is pure enough.
+
+        Returns the rows covered, their ellipsoid (None: isolated points) and whether that succeeded. The ellipsoids
+        of the two sets need no test for intersection here: an impure one holds a point of the other set.
+        """
+        own_in_metric, others_in_metric = self._in_metric(own), self._in_metric(others)
+        direction = None
+        while len(members) > own.shape[1]:
+            covering = self._cover(own[members]) if covering is None else covering
+            if not self._impure(covering, others):
+                return members, covering, True
+            points = own_in_metric[members]
+            for c, d in self._directions(points, others_in_metric, direction):
+                beyond = _beyond(points, c - d, c)
+                if 0 < len(beyond) < len(points):
+                    members, direction = members[beyond], c - d
+                    break
+            else:
+                return members, covering, False
+            covering = None
+        return members, None, True
+
+    def _directions(
+        self, x: Float[Array, "N D"], y: Float[Array, "M D"], guess: Float[Array, "D"] | None = None
+    ) -> Iterator[tuple[Float[Array, "D"], Float[Array, "D"]]]:
+        """Pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
+        means = x.mean(axis=0), y.mean(axis=0)
+        extent = max(float(np.abs(x - means[0]).max()), float(np.abs(y - means[1]).max()))
+        if len(x) != len(y):  # equal sets are both reduced to their centroids
+            c, d = self._closest(x, y, 1.0 / min(len(x), len(y)), guess)
+            if float(np.linalg.norm(c - d)) > _COINCIDENT * extent:
+                yield c, d
+        if float(np.linalg.norm(means[0] - means[1])) > _COINCIDENT * extent:
+            yield means
+
+    def _pieces(
+        self,
+        points: Float[Array, "N D"],
+        rows: Int[Array, "n"],
+        others: Float[Array, "M D"],
+        covering: Covering | None,
+        blank: Piece,
+    ) -> list[Piece]:
+        """One ellipsoid, or a ball for each isolated point."""
+        if covering is not None:
+            ellipsoid = covering.exact()
+            return [blank._replace(ellipsoid=ellipsoid, members=rows, support=rows[ellipsoid.support])]
+        places, place = np.unique(points[rows], axis=0, return_inverse=True)
+        pieces = []
+        for i in range(len(places)):
+            ball = Ellipsoid.ball(places[i], self.floor)
+            # Points of the other set in the very same place cannot be told apart: such a ball is terminal.
+            impure = int(np.count_nonzero(ball.contains(others))) > self.max_impure
+            members = rows[place.ravel() == i]
+            kind = Kind.TERMINAL if impure else Kind.ISOLATED
+            pieces.append(blank._replace(kind=kind, ellipsoid=ball, members=members, support=members[:1]))
+        return pieces
+
+    def _cover(self, points: Float[Array, "N D"]) -> Covering:
+        if self.solver == NATIVE:
+            return ProgressiveEllipsoid(points, self.tol, self.floor)
+        return _Stated(points, self.floor, self.solver)
+
+    def _impure(self, covering: Covering, others: Float[Array, "M D"]) -> bool:
+        return len(others) > self.max_impure and covering.holds_more_than(self.max_impure, others)
+
+    def _disjoint(self, x: Float[Array, "N D"], y: Float[Array, "M D"]) -> tuple[Covering, Covering] | None:
+        """The ellipsoids of both sets if they do not meet."""
+        mine, theirs = self._cover(x), self._cover(y)
+        if isinstance(mine, ProgressiveEllipsoid) and isinstance(theirs, ProgressiveEllipsoid):
+            meet = mine.intersects(theirs)
+        else:
+            meet = ellipsoids_intersect(mine.exact(), theirs.exact(), solver=self.solver)
+        return None if meet else (mine, theirs)
+
+    def _closest(
+        self, x: Float[Array, "N D"], y: Float[Array, "M D"], cap: float, guess: Float[Array, "D"] | None = None
+    ) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
+        if self.solver == NATIVE:
+            found = closest_points(x, y, cap, guess)
+        else:
+            found = reduced_hull_points(x, y, cap=cap, solver=self.solver)
+        return found.c, found.d
+
+    def _in_metric(self, points: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        return points if self.metric is None else points * self.metric
+
+
+_UNKNOWN = (Ellipsoid(np.zeros(0), np.zeros((0, 0))), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def _hyperplane(iteration: int, c: Float[Array, "D"], d: Float[Array, "D"]) -> Hyperplane:
+    w = c - d
+    return Hyperplane(iteration, w, float(c @ w), float(d @ w))
+
+
+def _beyond(points: Float[Array, "N D"], w: Float[Array, "D"], c: Float[Array, "D"]) -> Int[Array, "n"]:
+    r"""Rows with :math:`x^\top w \ge c^\top w`, ties included."""
+    values = points @ w
+    return np.flatnonzero(values >= float(c @ w) - _TIE * float(np.ptp(values)))

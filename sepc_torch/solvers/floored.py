@@ -1,0 +1,138 @@
+r"""The minimum-volume ellipsoid with semi-axes of at least :math:`\tau`, for sets thinner than that in some direction.
+
+In units of :math:`\tau` this is program (2) with :math:`P = A^2 \preceq I`. For multipliers :math:`\lambda \ge 0`
+of the points,
+:math:`\omega = \sum_i \lambda_i`, :math:`c = \sum_i \lambda_i z_i / \omega` and the scatter
+:math:`S = \sum_i \lambda_i (z_i - c)(z_i - c)^\top` with eigenvalues :math:`s_a`, the best form is
+:math:`P = \min(1, 1/S)` in the eigenvectors of :math:`S`, and the dual is the smooth concave problem
+
+.. math:: \max_{\lambda \ge 0}\ \tfrac12 \sum_a \psi(s_a) - \tfrac12 \omega, \qquad
+          \psi(s) = 1 + \log s\ (s \ge 1), \quad s\ (s < 1).
+
+Its gradient is :math:`\tfrac12 (h_i - 1)` with :math:`h_i = (z_i - c)^\top P (z_i - c)`. The ellipsoid
+:math:`P / \max_i h_i` covers all points, and its log-volume exceeds the minimum by at most
+:math:`\tfrac D2 \log \max_i h_i + \tfrac12 \sum_i \lambda_i (1 - h_i)`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sepc_torch.affine_hull import stretched
+from sepc_torch.ellipsoid import MinimumVolumeEllipsoid, triangular_whitener
+from sepc_torch.shapes import Array, Bool, Float, Int
+from sepc_torch.solvers.interior import Objective, interior_point
+from sepc_torch.solvers.newton import Solve, factored_system
+
+_MAX_ROUNDS = 40
+
+
+class FlooredLogDeterminant(Objective):
+    r"""The objective :math:`\sum_a \psi(s_a)` as a function of the multipliers; target 1."""
+
+    target = 1.0
+
+    def __init__(self, z: Float[Array, "M D"]) -> None:
+        self.z = z
+
+    def move(self, u: Float[Array, "M"]) -> None:
+        """Centre, scatter, its eigenvectors, and h."""
+        self.mass = float(u.sum())
+        self.center = u @ self.z / self.mass
+        offsets = self.z - self.center
+        scatter = (offsets * u[:, None]).T @ offsets
+        if not np.isfinite(scatter).all():
+            raise np.linalg.LinAlgError("the scatter overflows")
+        self.s, self.basis = np.linalg.eigh(scatter)
+        self.y = offsets @ self.basis
+        self.p = 1.0 / np.maximum(self.s, 1.0)
+        self.g = (self.y * self.y) @ self.p
+
+    def gap(self, u: Float[Array, "M"]) -> float:
+        """Excess of log-volume over the dual bound, in the units of :func:`relative_gap`."""
+        return relative_gap(self.excess(u), self.z.shape[1])
+
+    def excess(self, u: Float[Array, "M"]) -> float:
+        """The bound on the log-volume above the minimum."""
+        stretch = max(float(self.g.max()), 1.0)
+        return 0.5 * self.z.shape[1] * float(np.log(stretch)) + 0.5 * max(float(u @ (1.0 - self.g)), 0.0)
+
+    def inessential(self, u: Float[Array, "M"], gap: float) -> Bool[Array, "M"] | None:
+        """No elimination: the floor breaks the bound that the plain design has."""
+        return None
+
+    def keep(self, keep: Bool[Array, "M"]) -> None:
+        """Forget all other points."""
+        self.z = self.z[keep]
+
+    def newton(self, d: Float[Array, "M"], accuracy: float) -> Solve:
+        r"""The Newton system, through the divided differences of :math:`p(s) = \min(1, 1/s)`.
+
+        With :math:`\Gamma_{ab} = -(p(s_a) - p(s_b)) / (s_a - s_b)` the negative Hessian is
+        :math:`H_{ij} = 2 y_i^\top P y_j / \omega + \sum_{ab} \Gamma_{ab}\, y_{ia} y_{ib} y_{ja} y_{jb}`.
+        """
+        i, j = np.triu_indices(len(self.s))
+        a, b = np.maximum(self.s[i], self.s[j]), np.minimum(self.s[i], self.s[j])
+        mixed = (a > 1.0) & (b < 1.0)
+        gamma = np.where(b >= 1.0, 1.0 / np.maximum(a * b, 1.0), 0.0)
+        gamma[mixed] = (1.0 - 1.0 / a[mixed]) / (a - b)[mixed]
+        used = gamma > 0
+        i, j, gamma = i[used], j[used], gamma[used]
+        pairs = self.y[:, i] * self.y[:, j] * np.sqrt(gamma * np.where(i == j, 1.0, 2.0))
+        return factored_system(np.concatenate([self.y * np.sqrt(2.0 * self.p / self.mass), pairs], axis=1), d)
+
+
+def relative_gap(excess: float, rank: int) -> float:
+    r"""The gap whose bound :math:`\tfrac r2 \log(1 + \mathtt{gap}\,\tfrac{r+1}{r})` is the excess of log-volume."""
+    return float(np.expm1(2.0 * excess / rank)) * rank / (rank + 1)
+
+
+def floored_minimum_volume(
+    points: Float[Array, "N D"],
+    tol: float,
+    floor: float,
+    support: Int[Array, "S"],
+    weights: Float[Array, "S"],
+    rank: int,
+) -> MinimumVolumeEllipsoid:
+    """Solve program (2) with a floor that acts, from the design that is optimal without it."""
+    dim = points.shape[1]
+    origin = weights @ points[support]
+    z = (points - origin) / floor
+    # A start at the optimum without the floor; the extremes along its thinnest directions are where the floor matters.
+    u = np.zeros(len(z))
+    u[support] = dim * weights
+    objective = FlooredLogDeterminant(z[support])
+    objective.move(u[support])
+    along = (z - objective.center) @ objective.basis
+    working = np.unique(np.concatenate([support, along.argmax(axis=0), along.argmin(axis=0)]))
+    best: tuple[float, FlooredLogDeterminant, Array, Array] | None = None
+    slack, stalled = 0.1, 0
+    for _ in range(_MAX_ROUNDS):
+        start = (1.0 - slack) * u[working] + slack * u.sum() / len(working)
+        inner = 0.5 * tol
+        solution = interior_point(FlooredLogDeterminant(z[working]), start, inner, slack)
+        carried = solution > 1e-9 * solution.max()
+        working_support = working[carried]
+        objective = FlooredLogDeterminant(z[working_support])
+        objective.move(solution[carried])
+        h = ((z - objective.center) @ objective.basis) ** 2 @ objective.p
+        excess = 0.5 * dim * float(np.log(max(h.max(), 1.0)))
+        excess += 0.5 * max(float(solution[carried] @ (1.0 - h[working_support])), 0.0)
+        stalled = 0 if best is None or excess < 0.9 * best[0] else stalled + 1
+        if best is None or excess < best[0]:
+            best = (excess, objective, working_support, solution[carried])
+        if relative_gap(excess, dim) <= tol or stalled >= 4:
+            break
+        u = np.zeros(len(z))
+        u[working_support] = solution[carried]
+        violators = np.flatnonzero(h > 1.0)
+        worst = violators[np.argsort(-h[violators], kind="stable")[: 2 * dim + len(working_support)]]
+        slack = float(np.clip(h.max() - 1.0, 1e-9, 0.3))
+        working = np.union1d(working_support, worst)
+    assert best is not None
+    excess, objective, support, multipliers = best
+    center = origin + floor * objective.center
+    whitener = stretched(triangular_whitener((objective.basis * np.sqrt(objective.p)).T / floor), points - center)
+    weights = multipliers / multipliers.sum()
+    return MinimumVolumeEllipsoid(center, whitener, support, weights, relative_gap(excess, dim), excess, rank, floor)

@@ -1,0 +1,75 @@
+r"""The minimum-volume ellipsoid of a point set, program (2) of the paper, by the design dual in the affine hull."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sepc_torch.affine_hull import RANK_TOLERANCE, AffineHull, affine_hull, cover
+from sepc_torch.ellipsoid import MinimumVolumeEllipsoid
+from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.solvers.design import Design, inverse_root
+from sepc_torch.solvers.floored import floored_minimum_volume
+
+# Weights below this share of the largest carry nothing; dropping them leaves the certificate, taken afterwards, valid.
+_NEGLIGIBLE = 1e-9
+
+
+def minimum_volume(
+    points: Float[Array, "N D"], tol: float, floor: float, start: Int[Array, "S"] | None = None
+) -> MinimumVolumeEllipsoid:
+    """Solve program (2) natively; the arguments are checked by the caller."""
+    tolerance = RANK_TOLERANCE
+    while True:
+        try:
+            hull = affine_hull(points, tolerance)
+            return _in_hull(points, hull, tol, floor, start)
+        except np.linalg.LinAlgError:  # numerically flat: count more directions as absent
+            if tolerance >= 1e-3:
+                raise
+            tolerance *= 100
+
+
+def lifted(hull: AffineHull) -> Float[Array, "n N"]:
+    """The points of the hull with a row of ones below."""
+    return np.concatenate([hull.coordinates, np.ones((1, hull.coordinates.shape[1]))])
+
+
+def _in_hull(
+    points: Float[Array, "N D"], hull: AffineHull, tol: float, floor: float, start: Int[Array, "S"] | None
+) -> MinimumVolumeEllipsoid:
+    if hull.rank == 0:
+        support, weights = np.zeros(1, dtype=np.int64), np.ones(1)
+    else:
+        design = Design(lifted(hull), start)
+        design.refine(tol)
+        support, weights = design.support, design.weights
+    plain = from_weights(points, hull, support, weights, floor)
+    if floor > 0 and hull.rank and plain.semi_axes[-1] < floor * (1.0 - 1e-9):
+        return floored_minimum_volume(points, tol, floor, plain.support, plain.weights, hull.rank)
+    return plain
+
+
+def from_weights(
+    points: Float[Array, "N D"],
+    hull: AffineHull,
+    support: Int[Array, "S"],
+    weights: Float[Array, "S"],
+    floor: float,
+) -> MinimumVolumeEllipsoid:
+    r"""The covering ellipsoid of a design, and its certificate measured on the caller's own coordinates.
+
+    With :math:`\Sigma = \sum_i u_i (y_i - c)(y_i - c)^\top` the points lie in
+    :math:`\{(y - c)^\top \Sigma^{-1} (y - c) \le k^2\}`, and :math:`1 + k^2 = (r + 1)(1 + \mathtt{gap})`.
+    """
+    carried = weights > _NEGLIGIBLE * weights.max()
+    order = np.argsort(support[carried], kind="stable")
+    support = support[carried][order]
+    weights = weights[carried][order] / weights[carried].sum()
+    center = hull.origin + weights @ (points[support] - hull.origin)
+    y = hull.coordinates[:, support].T
+    root = inverse_root(y - weights @ y, weights) if hull.rank else np.zeros((0, 0))
+    whitener, stretch, thickness = cover(points, hull, center, root, floor)
+    rank = hull.rank
+    gap = max(0.0, (1.0 + stretch**2) / (rank + 1) - 1.0) if rank else 0.0
+    bound = 0.5 * rank * float(np.log1p(gap * (rank + 1) / rank)) if rank else 0.0
+    return MinimumVolumeEllipsoid(center, whitener, support, weights, gap, bound, rank, thickness)

@@ -1,0 +1,135 @@
+r"""The minimum-volume ellipsoid of a set, computed only as far as the questions asked of it need.
+
+The partition mostly asks yes-or-no questions: do more than so many points of another class lie inside, do two
+ellipsoids meet? A coarse design with its enclosure :math:`E_- \subseteq E_\star \subseteq E_+`
+(:mod:`sepc_torch.solvers.design`) answers nearly all of them; what it leaves open is refined, and the answer is
+always that of the exact ellipsoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sepc_torch.affine_hull import AffineHull, affine_hull
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, MinimumVolumeEllipsoid
+from sepc_torch.shapes import Array, Bool, Float, Int
+from sepc_torch.solvers.design import Bounds, Design, inverse_root
+from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volume
+
+# Gaps at which open questions are looked at again; after the last the exact ellipsoid costs hardly more.
+_STAGES = (0.3, 0.05, 5e-3, 2e-4)
+
+
+class ProgressiveEllipsoid:
+    """The ellipsoid of ``points`` with semi-axes of at least ``floor``, exact to ``tol`` once that matters."""
+
+    def __init__(
+        self,
+        points: Float[Array, "N D"],
+        tol: float,
+        floor: float,
+        start: Int[Array, "S"] | None = None,
+    ) -> None:
+        self.points, self.tol, self.floor = points, tol, floor
+        self._exact: MinimumVolumeEllipsoid | None = None
+        try:
+            self._hull = affine_hull(points)
+            decidable = self._hull.rank > 0
+            if decidable:
+                self._design = Design(lifted(self._hull), start)
+                # What the enclosure says of the plain ellipsoid holds for the floored one if the floor does not act.
+                decidable = any(view.thinnest() >= floor for view in self._views())
+        except np.linalg.LinAlgError:
+            decidable = False
+        if not decidable:
+            self._exact = minimum_volume(points, tol, floor, start)
+
+    def exact(self) -> MinimumVolumeEllipsoid:
+        """The certified ellipsoid."""
+        if self._exact is None:
+            self._design.refine(self.tol)
+            self._exact = from_weights(self.points, self._hull, self._design.support, self._design.weights, self.floor)
+        return self._exact
+
+    def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
+        """Whether more than ``limit`` of the other points lie inside (the surface included)."""
+        for view in self._views():
+            if len(others) <= limit:
+                return False
+            inside, outside = view.sides(others)
+            # Only the undecided points are looked at again, against what is left of the limit.
+            limit -= int(np.count_nonzero(inside))
+            if limit < 0:
+                return True
+            others = others[~(inside | outside)]
+        return len(others) > limit and int(np.count_nonzero(self.exact().contains(others))) > limit
+
+    def intersects(self, other: ProgressiveEllipsoid) -> bool:
+        """Whether the two ellipsoids have a point in common."""
+        for mine, theirs in zip(self._views(), other._views(), strict=False):
+            inner, other_inner = mine.ellipsoid(outer=False), theirs.ellipsoid(outer=False)
+            if inner is not None and other_inner is not None and inner.intersects(other_inner):
+                return True
+            outer, other_outer = mine.ellipsoid(outer=True), theirs.ellipsoid(outer=True)
+            if outer is not None and other_outer is not None and not outer.intersects(other_outer):
+                return False
+        return self.exact().intersects(other.exact())
+
+    def _views(self) -> Iterator[_View]:
+        """What is known, more precise each time, until the exact ellipsoid is the better answer."""
+        for stage in _STAGES:
+            if self._exact is not None:
+                return
+            if self._design.gap > stage or stage == _STAGES[-1]:
+                self._design.refine(stage)
+                y = self._hull.coordinates[:, self._design.support].T
+                mean = self._design.weights @ y
+                factor = inverse_root(y - mean, self._design.weights)
+                yield _View(self._hull, mean, factor, self._design.bounds, self.floor)
+
+
+class _View(NamedTuple):
+    r"""One stage: :math:`g(y) = 1 + \|F (y - m)\|^2` with :math:`g / \lambda_+ \le g_\star \le g / \lambda_-`."""
+
+    hull: AffineHull
+    mean: Float[Array, "R"]
+    factor: Float[Array, "R R"]
+    bounds: Bounds
+    thickness: float
+
+    def sides(self, z: Float[Array, "M D"]) -> tuple[Bool[Array, "M"], Bool[Array, "M"]]:
+        """Which points are surely inside and which surely outside."""
+        offsets = z - self.hull.origin
+        v = offsets @ (self.factor @ self.hull.transform).T - self.factor @ self.mean
+        g = 1.0 + np.einsum("ij,ij->i", v, v)
+        across = np.zeros(1)
+        if self.hull.normals.shape[1]:
+            a = offsets @ self.hull.normals / self.thickness
+            across = np.einsum("ij,ij->i", a, a)
+        # Inside the hull the squared distance to the exact ellipsoid is (g* - 1) / r.
+        farthest = (g / self.bounds.inner - 1.0) / self.hull.rank + across
+        nearest = (g / self.bounds.outer - 1.0) / self.hull.rank + across
+        return farthest <= 1.0, nearest > (1.0 + 2.0 * SURFACE_TOLERANCE) ** 2
+
+    def thinnest(self) -> float:
+        """A lower bound on the semi-axes inside the hull."""
+        level = self._level(self.bounds.inner)
+        return float(np.sqrt(level) / np.linalg.norm(self.factor @ self.hull.transform, 2)) if level > 0 else 0.0
+
+    def ellipsoid(self, outer: bool) -> Ellipsoid | None:
+        """An ellipsoid around the exact one, or one inside it if the enclosure is tight enough to have one."""
+        level = self._level(self.bounds.outer if outer else self.bounds.inner)
+        if level <= 0:
+            return None
+        normals = self.hull.normals
+        rows = self.factor @ self.hull.transform / np.sqrt(level)
+        if normals.shape[1]:
+            rows = np.concatenate([rows - (rows @ normals) @ normals.T, normals.T / self.thickness])
+        offset = np.linalg.pinv(self.hull.transform) @ self.mean
+        return Ellipsoid(self.hull.origin + offset, rows)
+
+    def _level(self, bound: float) -> float:
+        return (self.hull.rank + 1) * bound - 1.0

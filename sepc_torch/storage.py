@@ -1,0 +1,73 @@
+"""Records on disk: a safetensors file with JSON metadata, written whole or not at all. No pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sepc_torch.shapes import Array
+
+# Raised when the meaning of a file changes; older readers then refuse it instead of misreading it.
+FORMAT = 1
+_KEY = "sepc_torch"
+
+
+def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
+    """Write arrays and metadata so that a reader sees the old file or the new one, never half of it.
+
+    Equal contents give equal bytes: the metadata are one string, since safetensors keeps the order of several at
+    random.
+    """
+    from safetensors.numpy import save
+
+    text = json.dumps({"kind": kind, "format": FORMAT, **metadata}, sort_keys=True, allow_nan=False)
+    payload = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata={_KEY: text})
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp makes it private
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays and metadata of a file of the given kind, or a clear error."""
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {os.fspath(path)!r}.")
+    try:
+        with safe_open(os.fspath(path), framework="numpy") as file:
+            header = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is not a complete safetensors file ({error}).") from error
+    if _KEY not in header:
+        raise ValueError(f"{os.fspath(path)!r} is a safetensors file, but sepc_torch did not write it.")
+    metadata: dict[str, Any] = json.loads(header[_KEY])
+    if metadata.get("format", 0) > FORMAT:
+        raise ValueError(
+            f"{os.fspath(path)!r} was written in format {metadata['format']} by a newer sepc_torch; "
+            f"this version reads up to format {FORMAT}. Upgrade sepc_torch."
+        )
+    if metadata.get("kind") != kind:
+        raise ValueError(f"{os.fspath(path)!r} holds a {metadata.get('kind')}, not a {kind}.")
+    return arrays, metadata
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

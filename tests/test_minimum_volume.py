@@ -1,0 +1,240 @@
+"""The native minimum-volume ellipsoid: optimality conditions, equivariance, closed forms, degenerate sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sepc_torch import MinimumVolumeEllipsoid, minimum_volume_ellipsoid
+from sepc_torch.affine_hull import affine_hull
+from sepc_torch.shapes import Array
+from sepc_torch.solvers.design import Design, enclosure
+from sepc_torch.solvers.minimum_volume import lifted
+
+Rng = np.random.Generator
+
+
+def gaussian(rng: Rng, count: int, dim: int) -> Array:
+    return rng.normal(size=(count, dim)) @ rng.normal(size=(dim, dim)) + rng.normal(size=dim)
+
+
+def assert_john(e: MinimumVolumeEllipsoid, points: Array, tol: float = 1e-6) -> None:
+    r"""John: weights on the surface with :math:`\sum u (z-c) = 0`, :math:`D \sum u (z-c)(z-c)^T = (W^T W)^{-1}`."""
+    assert e.distance(points).max() <= 1.0
+    assert e.weights.min() > 0
+    assert e.weights.sum() == pytest.approx(1.0)
+    carried = e.weights > 1e-4  # weights that are still vanishing sit a little inside
+    assert e.distance(points[e.support])[carried] == pytest.approx(1.0, abs=1e-3)
+    v = (points[e.support] - e.center) @ e.whitener.T
+    assert e.weights @ v == pytest.approx(np.zeros(e.dim), abs=tol)
+    assert e.dim * (v * e.weights[:, None]).T @ v == pytest.approx(np.eye(e.dim), abs=tol)
+
+
+@pytest.mark.parametrize(
+    ("count", "dim"), [(3, 1), (50, 2), (200, 5), (1000, 10), (450, 3), (5000, 16), (200, 30), (65, 64)]
+)
+def test_satisfies_johns_conditions(rng: Rng, count: int, dim: int) -> None:
+    points = gaussian(rng, count, dim)
+    e = minimum_volume_ellipsoid(points)
+    assert e.gap <= 1e-7
+    assert e.rank == dim
+    assert e.log_volume_bound <= 0.5 * (dim + 1) * 1e-7
+    assert_john(e, points, tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng: rng.standard_cauchy(size=(2000, 8)),
+        lambda rng: np.exp(3 * rng.normal(size=(1500, 8))),
+        lambda rng: rng.integers(0, 4, size=(3000, 6)).astype(float),
+        lambda rng: (rng.random((400, 9)) < 0.3).astype(float),
+        lambda rng: np.repeat(rng.normal(size=(25, 4)), 30, axis=0),
+        lambda rng: np.concatenate([rng.normal(size=(1000, 5)), 1e4 + rng.normal(size=(3, 5))]),
+        lambda rng: rng.normal(size=(500, 7)) * 10.0 ** np.linspace(-6, 6, 7),
+        lambda rng: rng.normal(size=(400, 5)) + 1e8,
+        lambda rng: rng.uniform(-1, 1, size=(2000, 1)) ** np.arange(1, 11),
+    ],
+    ids=["cauchy", "lognormal", "grid", "binary", "duplicates", "lump", "scales", "offset", "moment curve"],
+)
+def test_certifies_hard_sets(rng: Rng, draw: Callable[[Rng], Array]) -> None:
+    points = draw(rng)
+    e = minimum_volume_ellipsoid(points)
+    assert e.gap <= 2e-7
+    assert e.distance(points).max() <= 1.0 + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "dim"), [(100_000, 10), (20_000, 128)])
+def test_certifies_large_sets(rng: Rng, count: int, dim: int) -> None:
+    points = gaussian(rng, count, dim)
+    e = minimum_volume_ellipsoid(points)
+    assert e.gap <= 1e-7
+    assert e.distance(points).max() <= 1.0
+
+
+def test_gap_bounds_the_excess_volume(rng: Rng) -> None:
+    points = gaussian(rng, 800, 6)
+    best = minimum_volume_ellipsoid(points, tol=1e-10)
+    for tol in (1e-1, 1e-2, 1e-4):
+        coarse = minimum_volume_ellipsoid(points, tol=tol)
+        assert coarse.gap <= tol
+        assert coarse.distance(points).max() <= 1.0
+        excess = coarse.log_volume - best.log_volume
+        assert -1e-9 <= excess <= coarse.log_volume_bound + 1e-9
+
+
+def test_enclosure_holds_at_every_stage(rng: Rng) -> None:
+    """A coarse design brackets the exact ellipsoid: g / outer <= g* <= g / inner, for any point of space."""
+    points = gaussian(rng, 600, 5)
+    hull = affine_hull(points)
+    x = lifted(hull)
+    exact = Design(x)
+    exact.refine(1e-11)
+    anywhere = np.concatenate([3 * rng.normal(size=(5, 4000)), np.ones((1, 4000))])
+    g_star = np.sum((exact.root @ anywhere) ** 2, axis=0)
+    design = Design(x)
+    for stage in (np.inf, 0.3, 1e-2, 1e-4):
+        design.refine(stage)
+        inner, outer = enclosure(design.gap, 6)
+        g = np.sum((design.root @ anywhere) ** 2, axis=0)
+        assert (g / outer <= g_star * (1 + 1e-6)).all()
+        assert (g_star <= g / inner * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 7])
+def test_closed_forms(dim: int) -> None:
+    cross = np.concatenate([np.eye(dim), -np.eye(dim)])
+    e = minimum_volume_ellipsoid(cross)
+    assert e.semi_axes == pytest.approx(np.ones(dim))
+    assert e.center == pytest.approx(np.zeros(dim), abs=1e-12)
+    cube = np.stack(np.meshgrid(*[[-1.0, 1.0]] * dim), axis=-1).reshape(-1, dim)
+    assert minimum_volume_ellipsoid(cube).semi_axes == pytest.approx(np.full(dim, np.sqrt(dim)))
+    # The simplex 0, e_1, ..., e_D: all points on the surface, centre the centroid, volume from the regular
+    # simplex's map.
+    simplex = np.concatenate([np.zeros((1, dim)), np.eye(dim)])
+    e = minimum_volume_ellipsoid(simplex)
+    assert e.center == pytest.approx(np.full(dim, 1 / (dim + 1)))
+    assert e.distance(simplex) == pytest.approx(np.ones(dim + 1))
+    scatter = (simplex - e.center).T @ (simplex - e.center) / (dim + 1)
+    assert np.linalg.inv(e.whitener.T @ e.whitener) == pytest.approx(dim * scatter)
+
+
+def test_affine_equivariance(rng: Rng) -> None:
+    points, matrix, shift = gaussian(rng, 300, 4), rng.normal(size=(4, 4)), 10 * rng.normal(size=4)
+    e = minimum_volume_ellipsoid(points, tol=1e-10)
+    image = minimum_volume_ellipsoid(points @ matrix.T + shift, tol=1e-10)
+    anywhere = 3 * rng.normal(size=(100, 4))
+    assert image.distance(anywhere @ matrix.T + shift) == pytest.approx(e.distance(anywhere), rel=1e-6)
+    assert e.affine_image(matrix, shift).whitener == pytest.approx(image.whitener, rel=1e-5, abs=1e-7)
+
+
+def test_interior_points_and_duplicates_change_nothing(rng: Rng) -> None:
+    points = gaussian(rng, 200, 5)
+    e = minimum_volume_ellipsoid(points, tol=1e-10)
+    inside = e.center + 0.9 * (points - e.center)
+    for more in (np.concatenate([points, inside]), np.repeat(points, 3, axis=0), points[e.support]):
+        assert minimum_volume_ellipsoid(more, tol=1e-10).log_volume == pytest.approx(e.log_volume, abs=1e-8)
+
+
+def test_row_order_does_not_matter(rng: Rng) -> None:
+    points = gaussian(rng, 1000, 6)
+    order = rng.permutation(1000)
+    e, f = minimum_volume_ellipsoid(points), minimum_volume_ellipsoid(points[order])
+    assert f.log_volume == pytest.approx(e.log_volume, abs=1e-6)
+    assert f.whitener == pytest.approx(e.whitener, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-4, 1e-2])
+@pytest.mark.parametrize(("dim", "rank"), [(2, 1), (3, 2), (5, 3), (6, 1)])
+def test_flat_sets_are_floored_across_the_hull(rng: Rng, dim: int, rank: int, floor: float) -> None:
+    basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+    inside = rng.normal(size=(60, rank))
+    points = inside @ basis[:, :rank].T + 3.0
+    e = minimum_volume_ellipsoid(points, floor=floor)
+    assert e.rank == rank
+    assert e.distance(points).max() <= 1.0
+    in_hull = minimum_volume_ellipsoid(inside)
+    assert e.semi_axes[:rank] == pytest.approx(in_hull.semi_axes, rel=1e-5)
+    thickness = floor or 1e-6 * np.abs(points - e.center).max()
+    assert e.semi_axes[rank:] == pytest.approx(np.full(dim - rank, thickness), rel=1e-5)
+    normal = basis[:, -1]
+    assert e.distance(e.center + 2 * thickness * normal) == pytest.approx(2.0, rel=1e-5)
+
+
+def test_a_constant_feature_and_a_dependent_one(rng: Rng) -> None:
+    a = rng.normal(size=(80, 2)) * [1.0, 1e5]
+    points = np.column_stack([a[:, 0], np.full(80, 7.0), a[:, 1], a[:, 0] + 1e-5 * a[:, 1]])
+    e = minimum_volume_ellipsoid(points, floor=1e-3)
+    assert e.rank == 2
+    assert e.distance(points).max() <= 1.0
+    assert e.semi_axes[-2:] == pytest.approx([1e-3, 1e-3], rel=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fewer_points_than_dimensions(rng: Rng, count: int) -> None:
+    points = rng.normal(size=(count, 4))
+    e = minimum_volume_ellipsoid(points, floor=0.01)
+    assert e.rank == count - 1
+    assert e.distance(points).max() <= 1.0
+    assert e.semi_axes[count - 1 :] == pytest.approx(np.full(5 - count, 0.01), rel=1e-5)
+
+
+def test_identical_points_are_a_ball() -> None:
+    e = minimum_volume_ellipsoid(np.full((5, 3), 0.1), floor=0.5)
+    assert e.semi_axes == pytest.approx([0.5] * 3)
+    assert e.center == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize("thin", [[0.02], [0.05, 0.01], [0.03, 0.0]])
+def test_a_floor_that_acts_is_optimal(rng: Rng, thin: list[float]) -> None:
+    """Thinner than the floor but not flat: the conditions of program (2) with A <= I / tau, and its duality gap."""
+    tau, dim = 0.1, 2 + len(thin)
+    rotation = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+    points = (rng.normal(size=(80, dim)) * [1.0, 2.0, *thin]) @ rotation + 1.0
+    e = minimum_volume_ellipsoid(points, floor=tau)
+    assert e.floor == tau
+    assert e.distance(points).max() <= 1.0
+    assert e.semi_axes.min() == pytest.approx(tau, rel=1e-6)
+    assert e.gap <= 1e-7
+    # With Q the shape matrix and S the weighted scatter, Q is S with its eigenvalues raised to tau^2, and nothing else.
+    offsets = points[e.support] - e.center
+    shape = np.linalg.inv(e.whitener.T @ e.whitener)
+    mass = float(np.trace(np.linalg.solve(shape, (offsets * e.weights[:, None]).T @ offsets)))
+    scatter = (offsets * e.weights[:, None]).T @ offsets / mass
+    # mass normalises sum(lambda h) = sum(lambda); the multipliers themselves solve omega = tr(P S).
+    values, vectors = np.linalg.eigh(shape)
+    assert vectors.T @ shape @ vectors == pytest.approx(np.diag(values), abs=1e-9)
+    assert e.weights @ offsets == pytest.approx(np.zeros(dim), abs=1e-5)
+    commutator = shape @ scatter - scatter @ shape
+    assert commutator == pytest.approx(np.zeros((dim, dim)), abs=1e-4)
+    plain = minimum_volume_ellipsoid(points)
+    assert e.log_volume > plain.log_volume
+
+
+def test_a_floor_below_every_axis_does_not_act(rng: Rng) -> None:
+    points = gaussian(rng, 100, 3)
+    plain, floored = minimum_volume_ellipsoid(points), minimum_volume_ellipsoid(points, floor=1e-6)
+    assert floored.floor == 0.0
+    assert np.array_equal(plain.whitener, floored.whitener)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([[0.0, np.nan]], "NaN or infinity, first in row 0"),
+        (np.zeros((0, 3)), "non-empty"),
+        ([1.0, 2.0], r"shape \(points, features\)"),
+    ],
+)
+def test_refuses_bad_points(points: Array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        minimum_volume_ellipsoid(points)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("tol", 0.0), ("tol", 2.0), ("floor", -1.0), ("floor", np.nan)])
+def test_refuses_bad_parameters(argument: str, value: float) -> None:
+    with pytest.raises(ValueError, match=argument):
+        minimum_volume_ellipsoid(np.eye(3), **{argument: value})  # type: ignore[arg-type]
