@@ -23,8 +23,8 @@ lint: $(INSTALLED) ## check style and format
 types: $(INSTALLED) ## check types
 	@$(RUN) -m mypy sepc_torch tests $(wildcard experiments/*.py)
 
-clean: ## remove the virtual environment and every cache
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+clean: ## remove the virtual environment, the caches and what the demo wrote
+	@rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets

@@ -9,33 +9,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sepc_torch.bank import EllipsoidBank as EllipsoidBank
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
+    from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
+    from sepc_torch.head import HeadPrediction as HeadPrediction
+    from sepc_torch.head import TrustHead as TrustHead
     from sepc_torch.overlap import Landscape as Landscape
     from sepc_torch.overlap import landscape as landscape
     from sepc_torch.overlap import small_disjuncts as small_disjuncts
     from sepc_torch.partition_record import Partition as Partition
     from sepc_torch.partitioning import partition as partition
-    from sepc_torch.separating import Kind as Kind
+    from sepc_torch.rules import Rule as Rule
+    from sepc_torch.rules import resolve as resolve
+    from sepc_torch.sepc import SEPC as SEPC
+    from sepc_torch.sepc import Prediction as Prediction
     from sepc_torch.solvers import distance_to_ellipsoid as distance_to_ellipsoid
     from sepc_torch.solvers import ellipsoids_intersect as ellipsoids_intersect
     from sepc_torch.solvers import minimum_volume_ellipsoid as minimum_volume_ellipsoid
     from sepc_torch.solvers import reduced_hull_points as reduced_hull_points
+    from sepc_torch.trust import bayes_trust as bayes_trust
+    from sepc_torch.trust import odds as odds
+    from sepc_torch.trust import posterior as posterior
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "SEPC": "sepc",
     "Ellipsoid": "ellipsoid",
-    "Kind": "separating",
+    "EllipsoidBank": "bank",
+    "HeadPrediction": "head",
+    "Kind": "ellipsoid",
     "Landscape": "overlap",
     "MinimumVolumeEllipsoid": "ellipsoid",
     "Partition": "partition_record",
+    "Prediction": "sepc",
+    "Rule": "rules",
+    "TrustHead": "head",
+    "bayes_trust": "trust",
     "distance_to_ellipsoid": "solvers",
     "ellipsoids_intersect": "solvers",
     "landscape": "overlap",
     "minimum_volume_ellipsoid": "solvers",
+    "odds": "trust",
     "partition": "partitioning",
+    "posterior": "trust",
     "reduced_hull_points": "solvers",
+    "resolve": "rules",
     "small_disjuncts": "overlap",
 }
 

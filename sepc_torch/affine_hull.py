@@ -6,13 +6,16 @@ different scale, large offsets, and constant or dependent features disappear her
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtri
 
 from sepc_torch.ellipsoid import triangular_whitener
 from sepc_torch.shapes import Array, Float
+
+T = TypeVar("T")
 
 # A direction counts as absent when its standard deviation, after scaling each feature to half range 1, is below this
 # share of the largest: membership at relative thickness t carries an error of 1e-16 / t.
@@ -38,6 +41,11 @@ class AffineHull(NamedTuple):
     def rank(self) -> int:
         """Dimension r of the hull."""
         return len(self.transform)
+
+    def in_callers_coordinates(self, factor: Float[Array, "Q R"]) -> Float[Array, "Q D"]:
+        """A linear form of the hull's coordinates as one of the caller's that does not see what is across the hull."""
+        rows = factor @ self.transform
+        return rows - (rows @ self.normals) @ self.normals.T if self.normals.shape[1] else rows
 
 
 def affine_hull(points: Float[Array, "N D"], tolerance: float = RANK_TOLERANCE) -> AffineHull:
@@ -85,6 +93,22 @@ def affine_hull(points: Float[Array, "N D"], tolerance: float = RANK_TOLERANCE) 
     return AffineHull(origin, transform, y, _complement(scale[:, None] * rotation[:, present], dim))
 
 
+def in_flattening_hull(points: Float[Array, "N D"], solve: Callable[[AffineHull], T]) -> T:
+    """The result of ``solve`` in the affine hull of the points.
+
+    Where their factorisations fail, a set that passes for full rank is numerically flat; then directions ever less
+    thin count as absent.
+    """
+    tolerance = RANK_TOLERANCE
+    while True:
+        try:
+            return solve(affine_hull(points, tolerance))
+        except np.linalg.LinAlgError:
+            if tolerance >= 1e-3:
+                raise
+            tolerance *= 100
+
+
 def _complement(directions: Float[Array, "D R"], dim: int) -> Float[Array, "D Q"]:
     """Orthonormal basis of what is orthogonal, in the caller's metric, to the given independent directions."""
     rank = directions.shape[1]
@@ -121,30 +145,32 @@ def cover(
     this one has the least volume, if its axes inside the hull are the least possible and not shorter than the floor
     (Fischer's inequality). With ``floor=0`` a flat set gets :data:`DEFAULT_THICKNESS` of its largest half range.
     """
-    inside = factor @ hull.transform
+    inside = hull.in_callers_coordinates(factor)
     offsets = points - center
     stretch = 1.0
     if len(inside):
         stretch = float(np.linalg.norm(offsets @ inside.T, axis=1).max())
         inside /= stretch
-    thickness = 0.0
-    if hull.normals.shape[1]:
-        across = np.abs(offsets @ hull.normals).max()
-        extent = np.abs(offsets).max()
-        smallest = DEFAULT_THICKNESS * (extent if extent > 0 else max(1.0, float(np.abs(points).max())))
-        thickness = max(floor if floor > 0 else smallest, _ROUNDING_MARGIN * float(across))
-        # Points off the hull must not be seen by the part inside it.
-        inside -= (inside @ hull.normals) @ hull.normals.T
-        inside = np.concatenate([inside, hull.normals.T / thickness])
+    across = thickness(offsets, hull, floor)
+    if across:
+        inside = np.concatenate([inside, hull.normals.T / across])
     whitener = triangular_whitener(inside)
-    return Cover(stretched(whitener, offsets), stretch, thickness)
+    return Cover(stretched(whitener, offsets), stretch, across)
+
+
+def thickness(offsets: Float[Array, "N D"], hull: AffineHull, floor: float) -> float:
+    """The semi-axis across the hull: the floor, unless there is none or rounding is thicker; 0 at full rank."""
+    if not hull.normals.shape[1]:
+        return 0.0
+    across = float(np.abs(offsets @ hull.normals).max())
+    extent = 0.5 * float(np.ptp(offsets, axis=0).max()) or max(1.0, float(np.abs(hull.origin).max()))
+    return max(floor if floor > 0 else DEFAULT_THICKNESS * extent, _ROUNDING_MARGIN * across)
 
 
 def stretched(whitener: Float[Array, "D D"], offsets: Float[Array, "N D"]) -> Float[Array, "D D"]:
     """The whitener, scaled until no offset lies outside, in the arithmetic of ``Ellipsoid.distance``."""
-    for _ in range(3):  # scaling rounds too
-        farthest = float(np.linalg.norm(offsets @ whitener.T, axis=1).max())
-        if farthest <= 1.0:
-            break
-        whitener = whitener / (farthest * (1.0 + 1e-15))
+    margin = 1e-15
+    while (farthest := float(np.linalg.norm(offsets @ whitener.T, axis=1).max())) > 1.0:
+        whitener = whitener / (farthest * (1.0 + margin))
+        margin *= 4.0  # scaling rounds too, the more the thinner the set
     return whitener

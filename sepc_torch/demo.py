@@ -1,48 +1,137 @@
-"""The whole path on data that scikit-learn ships: ``python -m sepc_torch.demo [FOLDER]``."""
+"""The whole path on data that scikit-learn ships: ``python -m sepc_torch.demo [FOLDER]`` or ``sepc demo [FOLDER]``."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
 from sklearn.datasets import load_breast_cancer, make_moons
+from sklearn.model_selection import train_test_split
 
-from sepc_torch import landscape, partition
-from sepc_torch.plot import draw_partition
+from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
+from sepc_torch.plot import draw_decisions, draw_partition
+from sepc_torch.rules import Rule
+from sepc_torch.shapes import Array, Int
+from sepc_torch.tabular import summary
+
+# Below this trust, or outside every ellipsoid, a prediction goes to a person.
+_THRESHOLD = 0.95
+
+
+class Split(NamedTuple):
+    """Labelled points to fit and others to score."""
+
+    fit: Any
+    fit_labels: Array
+    held_out: Any
+    held_out_labels: Array
 
 
 def main(folder: Path) -> None:
-    """Partition two data sets, print what was found, draw one and save the other."""
+    """Fit, freeze, score, explain and draw; write the model and the pictures into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-
-    frame = load_breast_cancer(as_frame=True)
-    names = frame.target_names[frame.target]
     begun = time.perf_counter()
-    wdbc = partition(frame.data, names, max_impure=2)
-    print(f"Breast cancer (WDBC): 569 records, 30 features, partitioned in {time.perf_counter() - begun:.2f} s\n")
-    print(wdbc)
-    print("\nIts landscape: how far do the classes overlap?\n")
-    print(landscape(frame.data, names, partition=wdbc))
-    model = folder / "wdbc.partition.safetensors"
-    wdbc.save(model)
+    data = load_breast_cancer(as_frame=True)
+    labels = data.target_names[data.target]
+    fit, held_out, fit_labels, held_out_labels = train_test_split(
+        data.data, labels, test_size=0.2, random_state=0, stratify=labels
+    )
+    split = Split(fit, fit_labels, np.array(held_out), held_out_labels)
+    sepc = _fit(split, folder)
+    _score(sepc, split)
+    _draw_moons(folder)
+    print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {folder}:")
+    print("  wdbc.partition.safetensors  the partition, with its hyperplanes (Partition.load)")
+    print("  wdbc.safetensors            the frozen model (SEPC.load, sepc score, sepc explain)")
+    print("  moons.png                   two moons, the ellipses that cover them")
+    print("  moons-decisions.png         two moons, the plane coloured by label and trust")
 
-    points, labels = make_moons(400, noise=0.12, random_state=0)
+
+def _fit(split: Split, folder: Path) -> SEPC:
+    _title("1. Fit: cover the training points of each class with ellipsoids")
     begun = time.perf_counter()
-    moons = partition(points, labels, max_impure=2)
-    print(f"\nTwo moons: 400 points, partitioned in {time.perf_counter() - begun:.2f} s\n")
-    print(moons)
-    picture = folder / "moons.png"
-    mpl.use("Agg")
-    figure, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    draw_partition(moons, points, labels, ax=ax)
+    found = partition(split.fit, split.fit_labels, max_impure=2)
+    print(
+        f"Breast cancer (WDBC): {len(split.fit)} of 569 records, 30 features, "
+        f"partitioned in {time.perf_counter() - begun:.2f} s\n"
+    )
+    print(found)
+    print("\nHow far do the classes overlap?\n")
+    print(landscape(split.fit, split.fit_labels, partition=found))
+
+    _title("2. Freeze: a torch module without a single training point inside")
+    sepc = SEPC.from_partition(found)
+    print(sepc)
+    found.save(folder / "wdbc.partition.safetensors")
+    sepc.save(folder / "wdbc.safetensors")
+    return sepc
+
+
+def _score(sepc: SEPC, split: Split) -> None:
+    _title(f"3. Score the {len(split.held_out)} records that were held out")
+    truth = np.array([sepc.classes.index(label) for label in split.held_out_labels.tolist()])
+    out = sepc(sepc.as_tensor(split.held_out))
+    found = summary(out, truth, _THRESHOLD)
+    print(found)
+    print(
+        "\nSINGLE: inside one ellipsoid. OVERLAP, UNION: inside several, training points decide. OUTSIDE: inside none."
+    )
+    print(
+        f"\nAll labels taken: {found.everything.accuracy:.1%} right. Only those inside an ellipsoid with trust >= "
+        f"{_THRESHOLD}:\n{found.accepted.share:.1%} of the records, {found.accepted.accuracy:.1%} right; "
+        "the rest goes to a person."
+    )
+    head = TrustHead.fit(split.fit, split.fit_labels, dim=5, normalize="standardize", max_impure=2)
+    projected = summary(Prediction(*head(sepc.as_tensor(split.held_out))[:7]), truth, _THRESHOLD)
+    print(
+        f"\n30 dimensions are many for {len(split.fit)} records: the ellipsoids hug them, few new ones fall inside.\n"
+        f"After projecting to 5 (TrustHead): {projected.everything.accuracy:.1%} right; "
+        f"{projected.accepted.share:.1%} of the records accepted, {projected.accepted.accuracy:.1%} of them right."
+    )
+    _title("4. Explain three of them")
+    for what, i in _interesting(out, truth).items():
+        print(f"{what}, truly {str(split.held_out_labels[i])!r}:\n{sepc.explain(split.held_out, i)}\n")
+
+
+def _interesting(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
+    """One point of each kind: trusted, outside, and the mistake least trusted (or, without any, the point)."""
+    trust, right = out.trust.numpy(), out.label.numpy() == truth
+    outside = out.rule.numpy() == int(Rule.OUTSIDE)
+    accepted = ~out.abstain(_THRESHOLD).numpy()
+    wrong = ~right if not right.all() else ~outside
+    return {
+        "A trusted record": int(np.where(accepted & right, out.margin.numpy(), -np.inf).argmax()),
+        "A record far outside": int(np.where(outside & right, out.distance.numpy(), -np.inf).argmax()),
+        "A mistake" if not right.all() else "The least trusted record": int(np.where(wrong, trust, np.inf).argmin()),
+    }
+
+
+def _draw_moons(folder: Path) -> None:
+    _title("5. Draw: two moons, where everything can be seen")
+    split = Split(*make_moons(400, noise=0.12, random_state=0), *make_moons(200, noise=0.12, random_state=1))
+    found = partition(split.fit, split.fit_labels, max_impure=2)
+    print(found)
+    # A figure of its own, not pyplot's, opens no window and needs no screen.
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    ax = draw_partition(found, split.fit, split.fit_labels, ax=figure.subplots())
     ax.set_title("Two moons: the ellipsoids of SEP-C and the hyperplane of every iteration")
-    figure.savefig(picture, dpi=150)
-    plt.close(figure)
+    figure.savefig(folder / "moons.png", dpi=150)
 
-    print(f"\nWritten: {model} (the partition), {picture} (the picture)")
+    sepc = SEPC.from_partition(found)
+    out = sepc(sepc.as_tensor(split.held_out))
+    right = (out.label.numpy() == split.held_out_labels).mean()
+    figure = Figure(figsize=(8.6, 5.5), layout="constrained")
+    ax = draw_decisions(sepc, split.held_out, split.held_out_labels, ax=figure.subplots())
+    ax.set_title(f"Two moons: label and trust everywhere, and 200 new points ({right:.1%} right)")
+    figure.savefig(folder / "moons-decisions.png", dpi=150)
+
+
+def _title(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ surface. The paper's :math:`\{z : \|A z + b\| \le 1\}` is the same set with :mat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,20 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 # within this distance of the surface counts as inside: a hundred times float32's rounding of a distance near 1, so
 # that float64 and float32 agree on the training points, and far below what any data resolve.
 SURFACE_TOLERANCE = 1e-5
+
+
+# The least semi-axis of an ellipsoid of the partition, in standard deviations of each feature: well above float32's
+# rounding of standardised data, so that flat ellipsoids hold their points in float32 too, and below what data resolve.
+DEFAULT_FLOOR = 1e-3
+
+
+class Kind(StrEnum):
+    """How an ellipsoid of a partition came about."""
+
+    FIRST = "first"
+    FURTHER = "further"
+    TERMINAL = "terminal"
+    ISOLATED = "isolated"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +67,7 @@ class Ellipsoid:
 
     def distance(self, z: ArrayLike) -> Float[Array, "B"]:
         r"""Mahalanobis distance :math:`d(z) = \|W (z - c)\|` of points (B, D) or one point (D,); 1 is the surface."""
-        offsets = _batch(z) - self.center
+        offsets = self._batch(z) - self.center
         return np.linalg.norm(offsets @ self.whitener.T, axis=1)
 
     def contains(self, z: ArrayLike) -> Bool[Array, "B"]:
@@ -61,11 +76,17 @@ class Ellipsoid:
 
     def euclidean_distance(self, z: ArrayLike) -> Float[Array, "B"]:
         """Euclidean distance from each point to the ellipsoid, zero inside."""
-        return euclidean_distance(self.center, self.whitener, _batch(z))
+        return euclidean_distance(self.center, self.whitener, self._batch(z))
 
     def intersects(self, other: Ellipsoid) -> bool:
         """Whether the two closed ellipsoids have a point in common."""
         return not separation(self.center, self.whitener, other.center, other.whitener).disjoint
+
+    def _batch(self, z: ArrayLike) -> Float[Array, "B D"]:
+        points = np.atleast_2d(np.asarray(z, dtype=np.float64))
+        if points.ndim != 2 or points.shape[1] != self.dim:
+            raise ValueError(f"z must have shape (points, {self.dim}) or ({self.dim},), got {np.shape(z)}.")
+        return points
 
     @property
     def log_volume(self) -> float:
@@ -89,10 +110,6 @@ class Ellipsoid:
         return PaperForm(a, -a @ self.center)
 
 
-def _batch(z: ArrayLike) -> Float[Array, "B D"]:
-    return np.atleast_2d(np.asarray(z, dtype=np.float64))
-
-
 class PaperForm(NamedTuple):
     r"""The pair :math:`(A, b)` of the paper."""
 
@@ -109,8 +126,9 @@ class MinimumVolumeEllipsoid(Ellipsoid):
 
     .. math:: \max_i x_i^\top M^{-1} x_i = (r + 1)(1 + \mathtt{gap})
 
-    bounds the log-volume within the hull to ``log_volume_bound`` :math:`= \tfrac r2 \log(1 + \mathtt{gap}\,
-    \tfrac{r+1}{r})` above the minimum.
+    bounds the log-volume within the hull to ``log_volume_bound``
+    :math:`= \tfrac r2 \log(1 + \mathtt{gap}\, \tfrac{r+1}{r})` above the minimum. Where that bound was proven in
+    another way (a floor that acts, or the duality gap of a cvxpy solver) ``gap`` is the number that amounts to it.
     """
 
     support: Int[Array, "S"]

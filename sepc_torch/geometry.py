@@ -15,6 +15,8 @@ from sepc_torch.shapes import Array, Float
 
 # Safeguarded Newton halves its bracket at worst: 60 halvings exhaust float64.
 _NEWTON_STEPS = 60
+# Ellipsoids that touch have f = 1 up to rounding, and count as meeting.
+_ROUNDING = 1e-14
 
 
 class Separation(NamedTuple):
@@ -74,12 +76,11 @@ def separation(
         # d/ds of s(1-s) sigma^2 / (s sigma^2 + 1 - s) = sigma^2 ((1-s)^2 - s^2 sigma^2) / (...)^2
         slope = float(np.sum(q2 * s2 * ((1 - s) ** 2 - s * s * s2) / denominator**2))
         margin = value - 1.0
-        if margin > 0:
-            inner = np.linalg.solve(whitener, basis.T * (s * s2 / denominator)) @ q
-            normal = whitener.T @ (whitener @ inner)
+        if margin > _ROUNDING:
+            normal = whitener.T @ (basis.T @ (q * s2 / denominator))
             return Separation(True, margin, normal / np.linalg.norm(normal))
         low, high = (s, high) if slope > 0 else (low, s)
-        if value + slope * ((high if slope > 0 else low) - s) <= 1.0:
+        if value + slope * ((high if slope > 0 else low) - s) <= 1.0 + _ROUNDING:
             break
         curvature = -2.0 * float(np.sum(q2 * s2 * s2 / denominator**3))
         newton = s - slope / curvature if curvature < 0 else low

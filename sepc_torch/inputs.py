@@ -9,6 +9,9 @@ import numpy as np
 
 from sepc_torch.shapes import Array, Float, Int
 
+# A deviation below this share of a feature's magnitude is rounding.
+_CONSTANT = 64 * np.finfo(np.float64).eps
+
 
 class TrainingSet(NamedTuple):
     """Points (N, D), the index of each point's class in ``classes`` (N,), the classes (C,) and the features' names."""
@@ -19,13 +22,14 @@ class TrainingSet(NamedTuple):
     feature_names: tuple[str, ...] | None
 
 
-def training_set(x: Any, y: Any, classes: Any = None) -> TrainingSet:
+def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | None = None) -> TrainingSet:
     """Check points and labels and bring them into one form.
 
     Args:
         x: (N, D) numbers: an array, a list of rows, a torch tensor or a DataFrame, whose column names are kept.
         y: (N,) labels of any sortable type.
         classes: The labels in the order wanted; every one must occur. By default all that occur, sorted.
+        least_per_class: Points that the largest class must have; by default as many as there are features.
 
     >>> training_set([[0.0], [2.0], [3.0]], ["b", "a", "b"]).codes
     array([1, 0, 1])
@@ -44,7 +48,7 @@ def training_set(x: Any, y: Any, classes: Any = None) -> TrainingSet:
             "Check the label column, or the filter that made this subset."
         )
     counts = np.bincount(codes)
-    if counts.max() < points.shape[1]:
+    if counts.max() < (points.shape[1] if least_per_class is None else least_per_class):
         raise ValueError(
             f"No class has as many points as there are features ({counts.max()} at most, {points.shape[1]} features), "
             "so no ellipsoid can be found. Project to fewer dimensions first (PCA, for example) or add data."
@@ -65,9 +69,10 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
         wrong = [column for column, dtype in zip(names, list(x.dtypes), strict=True) if not _is_numeric(dtype)]
         if wrong:
             raise TypeError(f"{name} has columns that are not numbers: {', '.join(wrong)}. Encode or drop them.")
-        x = x.to_numpy()
+        # One float array: columns of different types would make objects, and pandas has its own missing values.
+        x = x.to_numpy(dtype=np.float64, na_value=np.nan) if hasattr(x, "iloc") else x.to_numpy().astype(np.float64)
     elif hasattr(x, "detach"):
-        x = x.detach().cpu().double().numpy()
+        x = _from_tensor(x)
     points = np.asarray(x)
     if points.dtype == object:
         raise TypeError(
@@ -89,6 +94,25 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
     return points, names
 
 
+def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
+    """The standard deviation of each feature; 1 for a constant one, whose deviation is nothing but rounding.
+
+    >>> feature_scale(np.array([[1.0, 0.1], [3.0, 0.1], [1.0, 0.1], [3.0, 0.1]]))
+    array([1., 1.])
+    """
+    deviation = points.std(axis=0)
+    return np.where(deviation > _CONSTANT * np.abs(points).max(axis=0), deviation, 1.0)
+
+
+def positive(value: Any, name: str, unit: str) -> float:
+    """A positive finite number."""
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)):
+        raise TypeError(f"{name} must be a positive number of {unit}, got {value!r}.")
+    if not (np.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number of {unit}, got {value!r}.")
+    return float(value)
+
+
 def count(value: Any, name: str, least: int = 0) -> int:
     """An integer argument of at least ``least``."""
     try:
@@ -101,13 +125,31 @@ def count(value: Any, name: str, least: int = 0) -> int:
 
 
 def _is_numeric(dtype: Any) -> bool:
+    """Whether a DataFrame's column type is a number or boolean: pandas says so by a letter, polars by a method."""
+    if hasattr(dtype, "is_numeric"):
+        return bool(dtype.is_numeric()) or str(dtype) == "Boolean"
     return getattr(dtype, "kind", "O") in "fiub"
+
+
+def _from_tensor(x: Any) -> Array:
+    x = x.detach().cpu()
+    if x.is_sparse:
+        raise TypeError("X is a sparse tensor; ellipsoids need dense points. Use X.to_dense() if it is narrow.")
+    return (x.double() if x.is_floating_point() else x).numpy()
+
+
+def _missing(label: Any) -> bool:
+    """None, NaN, NaT or pandas' NA, which is neither equal to itself nor different."""
+    return (
+        label is None or type(label).__name__ in ("NAType", "NaTType") or (isinstance(label, float) and label != label)
+    )
 
 
 def _labels(y: Any, name: str = "y") -> Array:
     if hasattr(y, "detach"):
         y = y.detach().cpu().numpy()
-    labels = np.asarray(y)
+    mixed = isinstance(y, (list, tuple)) and len({type(label) for label in y}) > 1
+    labels = np.asarray(y, dtype=object if mixed else None)  # NumPy would turn numbers among text into text
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
@@ -118,13 +160,13 @@ def _labels(y: Any, name: str = "y") -> Array:
         raise ValueError(f"{name} holds missing labels (NaN). Drop those rows.")
     if labels.dtype == object:
         kinds = {type(label).__name__ for label in labels}
-        if any(label is None or label != label for label in labels):
+        if any(map(_missing, labels)):
             raise ValueError(f"{name} holds missing labels (None or NaN). Drop those rows.")
-        if len(kinds) > 1:
+        if len(kinds) > 1 and not all(isinstance(label, (int, float, np.number)) for label in labels):
             raise TypeError(f"{name} mixes labels of the types {', '.join(sorted(kinds))}; use one type.")
         labels = np.array(labels.tolist())
-        if labels.ndim != 1 or labels.dtype == object:
-            raise TypeError(f"{name} holds labels of type {kinds.pop()}; use numbers, strings or booleans.")
+    if labels.ndim != 1 or labels.dtype.kind not in "fiubU":
+        raise TypeError(f"{name} holds labels of dtype {labels.dtype}; use numbers, strings or booleans.")
     return labels
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch.ellipsoid import Ellipsoid
-from sepc_torch.inputs import numeric_points, training_set
+from sepc_torch.inputs import feature_scale, numeric_points, training_set
 from sepc_torch.partition_record import Partition
 from sepc_torch.partitioning import partition as make_partition
 from sepc_torch.shapes import Array, Bool, Float, Int
@@ -137,8 +137,7 @@ def landscape(
     data = training_set(X, y, classes)
     if partition is None:
         partition = make_partition(X, y, max_impure=max_impure, solver=solver, classes=classes)
-    deviation = data.points.std(axis=0)
-    points = (data.points - data.points.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)
+    points = (data.points - data.points.mean(axis=0)) / feature_scale(data.points)
     labels = data.classes.tolist()
     own = [
         minimum_volume_ellipsoid(points[data.codes == c], solver=solver, floor=_THICKNESS) for c in range(len(labels))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sepc_torch import storage
-from sepc_torch.ellipsoid import Ellipsoid
+from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.ledger import Ledger
-from sepc_torch.separating import Kind
 from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.tables import text_table
 
@@ -65,6 +64,7 @@ class Partition:
         hyperplanes: The pair of hyperplanes of every iteration.
         classes: The labels (C,).
         class_counts: Training points of each class (C,).
+        scale: The unit of each feature (D,) in which Euclidean distance is measured.
         ledger: Cells, counts and reach; see :class:`~sepc_torch.ledger.Ledger`.
         feature_names: Column names, where the points came with them.
         made: Parameters, solver and versions.
@@ -75,6 +75,7 @@ class Partition:
     hyperplanes: tuple[PartitionHyperplane, ...]
     classes: Array
     class_counts: Int[Array, "C"]
+    scale: Float[Array, "D"]
     ledger: Ledger
     feature_names: tuple[str, ...] | None
     made: Mapping[str, Any]
@@ -203,6 +204,7 @@ class Partition:
             hyperplanes,
             classes,
             arrays["class_counts"],
+            arrays["scale"],
             ledger,
             None if names is None else tuple(names),
             metadata["made"],
@@ -224,6 +226,7 @@ class Partition:
             "hyperplane_w": np.array([h.w for h in self.hyperplanes]).reshape(-1, dim),
             "hyperplane_levels": np.array([[h.alpha, h.beta] for h in self.hyperplanes]).reshape(-1, 2),
             "class_counts": self.class_counts,
+            "scale": self.scale,
             **self.ledger._asdict(),
         }
 

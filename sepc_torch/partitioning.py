@@ -19,18 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch import __version__
-from sepc_torch.ellipsoid import MinimumVolumeEllipsoid
-from sepc_torch.inputs import TrainingSet, count, training_set
+from sepc_torch.ellipsoid import DEFAULT_FLOOR, Kind, MinimumVolumeEllipsoid
+from sepc_torch.inputs import TrainingSet, count, feature_scale, positive, training_set
 from sepc_torch.ledger import ledger
 from sepc_torch.partition_record import Partition, PartitionEllipsoid, PartitionHyperplane
 from sepc_torch.progress import Bar, Choice
-from sepc_torch.separating import Kind, Piece, Separation, Separator
+from sepc_torch.separating import Piece, Separation, Separator
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
-
-# The least semi-axis, in standard deviations of each feature: well above float32's rounding of standardised data,
-# so that flat ellipsoids hold their points in float32 too, and below what data resolve.
-DEFAULT_FLOOR = 1e-3
 
 
 class _Task(NamedTuple):
@@ -82,18 +78,16 @@ def partition(
     """
     begun = time.perf_counter()
     max_impure = count(max_impure, "max_impure")
-    if not (np.isfinite(floor) and floor > 0):
-        raise ValueError(f"floor must be a positive number of standard deviations, got {floor!r}.")
+    floor = positive(floor, "floor", "standard deviations")
     _check_solver(solver)
     data = training_set(X, y, classes)
     # One canonical order of rows makes sums, and with them the result, independent of the order they came in.
     order = np.lexsort((data.codes, *data.points.T[::-1]))
     points, codes = data.points[order], data.codes[order]
-    mean, deviation = points.mean(axis=0), points.std(axis=0)
-    unit = np.where(deviation > 0, deviation, 1.0)
+    mean, unit = points.mean(axis=0), feature_scale(points)
     parameters = {
         "max_impure": max_impure,
-        "floor": float(floor),
+        "floor": floor,
         "solver": solver,
         "metric": None if standardize else unit,
     }
@@ -108,13 +102,14 @@ def partition(
         hyperplanes=hyperplanes,
         classes=data.classes,
         class_counts=np.bincount(codes).astype(np.int64),
+        scale=unit if standardize else np.ones_like(unit),
         ledger=held,
         feature_names=data.feature_names,
         made={
             "max_impure": max_impure,
             "solver": solver,
             "standardize": bool(standardize),
-            "floor": float(floor),
+            "floor": floor,
             "versions": _versions(solver),
         },
         seconds={"separate": separated - begun, "count": time.perf_counter() - separated},
@@ -209,10 +204,9 @@ def _with_counts(e: PartitionEllipsoid, inside: Int[Array, "C"], classes: Array)
 def _check_solver(solver: str) -> None:
     if solver == NATIVE:
         return
-    import cvxpy
+    from sepc_torch.programs import check_installed
 
-    if solver not in cvxpy.installed_solvers():
-        raise ValueError(f"solver must be 'native' or one of {', '.join(cvxpy.installed_solvers())}, got {solver!r}.")
+    check_installed(solver)
 
 
 def _versions(solver: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Pictures of partitions in two dimensions (extra ``plot``)."""
+"""Pictures of partitions and decisions in two dimensions (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from sepc_torch.ellipsoid import Ellipsoid
+from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.inputs import training_set
 from sepc_torch.partition_record import Partition
-from sepc_torch.separating import Kind
 from sepc_torch.shapes import Array, Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from sepc_torch.sepc import SEPC
 
 # Okabe and Ito's palette, told apart under every common colour blindness; shape says the class a second time.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
@@ -26,7 +30,7 @@ def outline(ellipsoid: Ellipsoid, points: int = 200) -> Float[Array, "P 2"]:
     r"""Points along the boundary of an ellipse, :math:`c + W^{-1} (\cos t, \sin t)`.
 
     >>> import numpy as np
-    >>> outline(Ellipsoid.ball(np.zeros(2), 2.0), points=3).round(6)
+    >>> outline(Ellipsoid.ball(np.zeros(2), 2.0), points=3).round(6) + 0.0
     array([[ 2.,  0.],
            [-2.,  0.],
            [ 2.,  0.]])
@@ -58,7 +62,17 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
     for c, label in enumerate(labels):
         color, marker = COLORS[c % len(COLORS)], MARKERS[c % len(MARKERS)]
         own = data.points[data.codes == c]
-        ax.scatter(own[:, 0], own[:, 1], s=16, c=color, marker=marker, alpha=0.75, linewidths=0, zorder=2, label=f"class {label}")
+        ax.scatter(
+            own[:, 0],
+            own[:, 1],
+            s=16,
+            c=color,
+            marker=marker,
+            alpha=0.75,
+            linewidths=0,
+            zorder=2,
+            label=f"class {label}",
+        )
         for e in (e for e in partition.ellipsoids if e.label == label):
             if e.kind is Kind.ISOLATED:
                 ax.plot(*e.center, marker="o", ms=9, mfc="none", mec=color, mew=1.2, zorder=3)
@@ -84,6 +98,66 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
     if hyperplanes and partition.hyperplanes:
         handles.append(Line2D([], [], color="0.45", lw=1.0, ls=":", label="hyperplane of iteration n"))
     ax.legend(handles=handles, loc="best", fontsize=9, framealpha=0.9)
+    return ax
+
+
+def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
+    """Colour the plane by predicted label, the deeper the more trusted, under labelled points.
+
+    Where a point would lie outside every ellipsoid the plane is hatched: a label there is a guess from afar, however
+    much the trust. White between the classes is trust no better than chance.
+
+    Args:
+        sepc: A frozen model of two-dimensional points.
+        X: The points to draw (N, 2).
+        y: Their labels (N,).
+        ax: Axes to draw on; new ones by default.
+    """
+    if sepc.dim != 2:
+        raise ValueError(f"Only decisions in the plane can be drawn; this model reads {sepc.dim} features.")
+    data = training_set(X, y, sepc.classes)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    low, high = data.points.min(axis=0), data.points.max(axis=0)
+    low, high = low - 0.18 * (high - low), high + 0.18 * (high - low)
+    # Fine enough for thin ellipses at the usual size of a figure.
+    across, up = (np.linspace(low[axis], high[axis], 400) for axis in (0, 1))
+    grid = np.stack(np.meshgrid(across, up), axis=-1)
+    out = sepc(sepc.as_tensor(grid.reshape(-1, 2)))
+    chance = 1.0 / len(sepc.classes)
+    depth = ((out.trust.cpu().numpy() - chance) / (1.0 - chance)).clip(0.0, 1.0)
+    palette = np.array([to_rgb(COLORS[c % len(COLORS)]) for c in range(len(sepc.classes))])
+    # Even full trust stays pale enough for the points to show.
+    color = 1.0 - 0.45 * depth[:, None] * (1.0 - palette[out.label.cpu().numpy()])
+    extent = (low[0], high[0], low[1], high[1])
+    ax.imshow(color.reshape(*grid.shape[:2], 3), extent=extent, origin="lower", aspect="auto", zorder=0)
+    distance = out.distance.cpu().numpy().reshape(grid.shape[:2])
+    beyond = ax.contourf(across, up, distance, levels=[1.0, np.inf], colors="none", hatches=["///"], zorder=1)
+    beyond.set(edgecolor="0.7", linewidth=0.0)
+    ax.contour(across, up, distance, levels=[1.0], colors="0.25", linewidths=1.0, zorder=2)
+    for c, label in enumerate(sepc.classes):
+        own = data.points[data.codes == c]
+        ax.scatter(
+            own[:, 0],
+            own[:, 1],
+            s=18,
+            c=COLORS[c % len(COLORS)],
+            marker=MARKERS[c % len(MARKERS)],
+            edgecolors="white",
+            linewidths=0.4,
+            zorder=3,
+            label=f"class {label}",
+        )
+    names = sepc.feature_names or ("feature 0", "feature 1")
+    ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=names[0], ylabel=names[1])
+    handles, _ = ax.get_legend_handles_labels()
+    handles.append(Line2D([], [], color="0.25", lw=1.0, label="edge of the ellipsoids"))
+    handles.append(Patch(facecolor="none", edgecolor="0.7", hatch="///", lw=0.0, label="outside all of them"))
+    ax.legend(handles=handles, loc="best", fontsize=9, framealpha=0.9)
+    greys = LinearSegmentedColormap.from_list("trust", ["1.0", "0.55"])
+    bar = ScalarMappable(cmap=greys)
+    bar.set_clim(chance, 1.0)
+    ax.figure.colorbar(bar, ax=ax, label="trust in the label (depth of colour)", pad=0.02, aspect=30)
     return ax
 
 

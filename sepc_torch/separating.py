@@ -14,12 +14,11 @@ points of the other set, the step is repeated on the points it covers. What the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid
+from sepc_torch.ellipsoid import Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE, ellipsoids_intersect, minimum_volume_ellipsoid, reduced_hull_points
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
@@ -27,17 +26,10 @@ from sepc_torch.solvers.reduced_hull import closest_points
 
 # Ties count as beyond the hyperplane up to this share of the spread along w: what an interior-point solver leaves open.
 _TIE = 1e-7
+# A point that carries weight lies on the surface; what is farther inside carries only what the solver left it.
+_ON_SURFACE = 1e-4
 # Hulls count as touching when c and d are closer than this share of the data's extent.
 _COINCIDENT = 1e-7
-
-
-class Kind(StrEnum):
-    """How an ellipsoid came about."""
-
-    FIRST = "first"
-    FURTHER = "further"
-    TERMINAL = "terminal"
-    ISOLATED = "isolated"
 
 
 class Piece(NamedTuple):
@@ -164,7 +156,7 @@ class Separator:
         if self.tick is not None and self.keep[side]:
             self.tick(points)
 
-    def _wanted(self, left: list[Int[Array, "n"]]) -> bool:
+    def _wanted(self, left: list[Array]) -> bool:
         return any(keep and len(rows) > 0 for keep, rows in zip(self.keep, left, strict=True))
 
     def _first_step(self, x: Float[Array, "N D"], y: Float[Array, "M D"], iteration: int) -> _Step | None:
@@ -176,7 +168,7 @@ class Separator:
             return _Step(_hyperplane(iteration, c, d), (np.arange(len(x)), np.arange(len(y))), disjoint)
         for c, d in self._directions(hx, hy):
             chosen = _beyond(hx, c - d, c), _beyond(hy, d - c, d)
-            if len(chosen[0]) + len(chosen[1]) < len(x) + len(y):
+            if min(map(len, chosen)) > 0 and len(chosen[0]) + len(chosen[1]) < len(x) + len(y):
                 return _Step(_hyperplane(iteration, c, d), chosen, (None, None))
         return None
 
@@ -186,7 +178,7 @@ class Separator:
         others: Float[Array, "M D"],
         members: Int[Array, "n"],
         covering: Covering | None,
-    ) -> tuple[Int[Array, "n"], Covering | None, bool]:
+    ) -> tuple[Int[Array, "m"], Covering | None, bool]:
         """Repeat Algorithm 2 on the covered points until the ellipsoid is pure enough.
 
         Returns the rows covered, their ellipsoid (None: isolated points) and whether that succeeded. The ellipsoids
@@ -214,7 +206,7 @@ class Separator:
     ) -> Iterator[tuple[Float[Array, "D"], Float[Array, "D"]]]:
         """Pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
         means = x.mean(axis=0), y.mean(axis=0)
-        extent = max(float(np.abs(x - means[0]).max()), float(np.abs(y - means[1]).max()))
+        extent = max(float(np.abs(z - means[0]).max()) for z in (x, y))
         if len(x) != len(y):  # equal sets are both reduced to their centroids
             c, d = self._closest(x, y, 1.0 / min(len(x), len(y)), guess)
             if float(np.linalg.norm(c - d)) > _COINCIDENT * extent:
@@ -233,7 +225,8 @@ class Separator:
         """One ellipsoid, or a ball for each isolated point."""
         if covering is not None:
             ellipsoid = covering.exact()
-            return [blank._replace(ellipsoid=ellipsoid, members=rows, support=rows[ellipsoid.support])]
+            on_surface = ellipsoid.distance(points[rows[ellipsoid.support]]) >= 1.0 - _ON_SURFACE
+            return [blank._replace(ellipsoid=ellipsoid, members=rows, support=rows[ellipsoid.support[on_surface]])]
         places, place = np.unique(points[rows], axis=0, return_inverse=True)
         pieces = []
         for i in range(len(places)):
@@ -286,4 +279,5 @@ def _hyperplane(iteration: int, c: Float[Array, "D"], d: Float[Array, "D"]) -> H
 def _beyond(points: Float[Array, "N D"], w: Float[Array, "D"], c: Float[Array, "D"]) -> Int[Array, "n"]:
     r"""Rows with :math:`x^\top w \ge c^\top w`, ties included."""
     values = points @ w
-    return np.flatnonzero(values >= float(c @ w) - _TIE * float(np.ptp(values)))
+    rounding = 1e-13 * float(np.abs(values).max())
+    return np.flatnonzero(values >= float(c @ w) - _TIE * float(np.ptp(values)) - rounding)

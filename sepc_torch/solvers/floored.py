@@ -84,7 +84,7 @@ class FlooredLogDeterminant(Objective):
 
 def relative_gap(excess: float, rank: int) -> float:
     r"""The gap whose bound :math:`\tfrac r2 \log(1 + \mathtt{gap}\,\tfrac{r+1}{r})` is the excess of log-volume."""
-    return float(np.expm1(2.0 * excess / rank)) * rank / (rank + 1)
+    return float(np.expm1(min(2.0 * excess / rank, 100.0))) * rank / (rank + 1)
 
 
 def floored_minimum_volume(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sepc_torch.affine_hull import RANK_TOLERANCE, AffineHull, affine_hull, cover
+from sepc_torch.affine_hull import AffineHull, cover, in_flattening_hull
 from sepc_torch.ellipsoid import MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers.design import Design, inverse_root
@@ -18,15 +18,7 @@ def minimum_volume(
     points: Float[Array, "N D"], tol: float, floor: float, start: Int[Array, "S"] | None = None
 ) -> MinimumVolumeEllipsoid:
     """Solve program (2) natively; the arguments are checked by the caller."""
-    tolerance = RANK_TOLERANCE
-    while True:
-        try:
-            hull = affine_hull(points, tolerance)
-            return _in_hull(points, hull, tol, floor, start)
-        except np.linalg.LinAlgError:  # numerically flat: count more directions as absent
-            if tolerance >= 1e-3:
-                raise
-            tolerance *= 100
+    return in_flattening_hull(points, lambda hull: _in_hull(points, hull, tol, floor, start))
 
 
 def lifted(hull: AffineHull) -> Float[Array, "n N"]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sepc_torch.affine_hull import AffineHull, affine_hull
+from sepc_torch.affine_hull import AffineHull, affine_hull, thickness
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.solvers.design import Bounds, Design, inverse_root
@@ -37,7 +37,7 @@ class ProgressiveEllipsoid:
         self._exact: MinimumVolumeEllipsoid | None = None
         try:
             self._hull = affine_hull(points)
-            decidable = self._hull.rank > 0
+            decidable = self._hull.rank > 0 and thickness(points - self._hull.origin, self._hull, floor) in (0.0, floor)
             if decidable:
                 self._design = Design(lifted(self._hull), start)
                 # What the enclosure says of the plain ellipsoid holds for the floored one if the floor does not act.
@@ -85,25 +85,26 @@ class ProgressiveEllipsoid:
                 return
             if self._design.gap > stage or stage == _STAGES[-1]:
                 self._design.refine(stage)
-                y = self._hull.coordinates[:, self._design.support].T
-                mean = self._design.weights @ y
-                factor = inverse_root(y - mean, self._design.weights)
-                yield _View(self._hull, mean, factor, self._design.bounds, self.floor)
+                support, weights = self._design.support, self._design.weights
+                y = self._hull.coordinates[:, support].T
+                factor = self._hull.in_callers_coordinates(inverse_root(y - weights @ y, weights))
+                center = self._hull.origin + weights @ (self.points[support] - self._hull.origin)
+                yield _View(self._hull, center, factor, self._design.bounds, self.floor)
 
 
 class _View(NamedTuple):
-    r"""One stage: :math:`g(y) = 1 + \|F (y - m)\|^2` with :math:`g / \lambda_+ \le g_\star \le g / \lambda_-`."""
+    r"""One stage: :math:`g(z) = 1 + \|F (z - c)\|^2` with :math:`g / \lambda_+ \le g_\star \le g / \lambda_-`."""
 
     hull: AffineHull
-    mean: Float[Array, "R"]
-    factor: Float[Array, "R R"]
+    center: Float[Array, "D"]
+    factor: Float[Array, "R D"]
     bounds: Bounds
     thickness: float
 
     def sides(self, z: Float[Array, "M D"]) -> tuple[Bool[Array, "M"], Bool[Array, "M"]]:
         """Which points are surely inside and which surely outside."""
-        offsets = z - self.hull.origin
-        v = offsets @ (self.factor @ self.hull.transform).T - self.factor @ self.mean
+        offsets = z - self.center
+        v = offsets @ self.factor.T
         g = 1.0 + np.einsum("ij,ij->i", v, v)
         across = np.zeros(1)
         if self.hull.normals.shape[1]:
@@ -117,7 +118,7 @@ class _View(NamedTuple):
     def thinnest(self) -> float:
         """A lower bound on the semi-axes inside the hull."""
         level = self._level(self.bounds.inner)
-        return float(np.sqrt(level) / np.linalg.norm(self.factor @ self.hull.transform, 2)) if level > 0 else 0.0
+        return float(np.sqrt(level) / np.linalg.norm(self.factor, 2)) if level > 0 else 0.0
 
     def ellipsoid(self, outer: bool) -> Ellipsoid | None:
         """An ellipsoid around the exact one, or one inside it if the enclosure is tight enough to have one."""
@@ -125,11 +126,10 @@ class _View(NamedTuple):
         if level <= 0:
             return None
         normals = self.hull.normals
-        rows = self.factor @ self.hull.transform / np.sqrt(level)
+        rows = self.factor / np.sqrt(level)
         if normals.shape[1]:
-            rows = np.concatenate([rows - (rows @ normals) @ normals.T, normals.T / self.thickness])
-        offset = np.linalg.pinv(self.hull.transform) @ self.mean
-        return Ellipsoid(self.hull.origin + offset, rows)
+            rows = np.concatenate([rows, normals.T / self.thickness])
+        return Ellipsoid(self.center, rows)
 
     def _level(self, bound: float) -> float:
         return (self.hull.rank + 1) * bound - 1.0

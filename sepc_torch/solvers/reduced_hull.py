@@ -220,8 +220,8 @@ class _Corral:
 def _affine_minimiser(vertices: Float[Array, "k D"], precise: bool) -> Float[Array, "k"]:
     r"""Shares of sum 1, of either sign, that minimise :math:`\|\sum_j a_j p_j\|`.
 
-    They are proportional to :math:`(P P^\top + e e^\top)^{-1} e`; squaring costs half the digits, so the last steps solve the
-    least-squares problem itself.
+    They are proportional to :math:`(P P^\top + e e^\top)^{-1} e`; squaring costs half the digits, so the last steps
+    solve the least-squares problem itself.
     """
     if not precise:
         gram = vertices @ vertices.T

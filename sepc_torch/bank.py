@@ -1,0 +1,96 @@
+r"""A bank of ellipsoids as a torch module: (B, D) points to (B, K) distances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch import ops
+from sepc_torch.shapes import Float
+
+
+class PrincipalAxes(NamedTuple):
+    """Centres (K, D), unit directions (K, D, D) as rows and semi-axes (K, D) of ellipsoids."""
+
+    centers: Float[Tensor, "K D"]
+    directions: Float[Tensor, "K D D"]
+    lengths: Float[Tensor, "K D"]
+
+
+class EllipsoidBank(nn.Module):
+    r"""Distances :math:`d_k(z) = \|W_k (z - c_k)\|` to K ellipsoids at once.
+
+    Centres and whiteners are buffers: they move with ``.to()`` and are saved, but nothing trains them. Distances
+    are computed in the wider of the input's and the module's dtype, and never below float32: ``.half()`` moves the
+    module but keeps float32, and autocast is off inside.
+
+    Args:
+        centers: Centres :math:`c_k` (K, D).
+        whiteners: Whiteners :math:`W_k` (K, D, D).
+
+    >>> import torch
+    >>> bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.stack([torch.eye(2), 0.5 * torch.eye(2)]))
+    >>> bank(torch.tensor([[1.0, 0.0]]))
+    tensor([[1., 1.]])
+    """
+
+    centers: Tensor
+    whiteners: Tensor
+
+    def __init__(self, centers: Float[Tensor, "K D"], whiteners: Tensor) -> None:
+        super().__init__()
+        count, dim = centers.shape
+        if whiteners.shape != (count, dim, dim):
+            raise ValueError(
+                f"{count} centres in {dim} dimensions need whiteners of shape {(count, dim, dim)}, "
+                f"got {tuple(whiteners.shape)}."
+            )
+        self.register_buffer("centers", centers)
+        self.register_buffer("whiteners", whiteners)
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.centers.shape[1]
+
+    def __len__(self) -> int:
+        return self.centers.shape[0]
+
+    def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
+        r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
+        z, centers, whiteners = self._common(z)
+        return ops.distances(z, centers, whiteners)
+
+    def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
+        """Directions and lengths of the semi-axes after dividing each feature by its scale; decomposed in float64."""
+        _, inverse, directions = torch.linalg.svd(self.whiteners.double() * scale.double())
+        dtype = self.whiteners.dtype
+        return PrincipalAxes((self.centers / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
+
+    def _common(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if z.dim() != 2 or z.shape[1] != self.centers.shape[1]:
+            raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.")
+        if not z.is_floating_point():
+            raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
+        if z.device != self.centers.device:
+            raise ValueError(f"z is on {z.device} and the ellipsoids on {self.centers.device}; move one with .to().")
+        dtype = torch.promote_types(z.dtype, self.centers.dtype)
+        return z.to(dtype), self.centers.to(dtype), self.whiteners.to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
+        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+
+
+def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A conversion that follows ``fn`` to its device but not below float32."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        converted = fn(tensor)
+        if converted.is_floating_point() and converted.element_size() < 4:
+            return tensor.to(device=converted.device)
+        return converted
+
+    return convert

@@ -1,0 +1,350 @@
+"""The command ``sepc``: fit, score, explain, landscape and demo (extra ``cli``).
+
+Results go to standard output, notes and progress to standard error. Exit code 0 is success, 1 a mistake in the data or
+files, told in one line, and 2 a mistake in the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sepc_torch import __version__
+
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit("sepc: the command line needs more packages: pip install 'sepc_torch[cli]'") from None
+
+if TYPE_CHECKING:
+    from sepc_torch.sepc import SEPC, Prediction
+    from sepc_torch.shapes import Array, Float, Int
+    from sepc_torch.tabular import Table
+
+# Rows scored at once: enough to keep the machine busy, few enough for the progress bar to move.
+_BATCH = 2**16
+
+app = typer.Typer(
+    help="Which predictions to trust: sequential ellipsoidal partitioning (SEP-C) of tables of numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class NearestBy(StrEnum):
+    """How a point outside every ellipsoid finds the nearest."""
+
+    mahalanobis = "mahalanobis"
+    euclidean = "euclidean"
+
+
+Data = Annotated[Path, typer.Argument(help="CSV, Parquet, or NPZ with arrays X, y and optionally feature_names.")]
+Model = Annotated[Path, typer.Argument(help="A model that `sepc fit` or SEPC.save wrote.")]
+Label = Annotated[str | None, typer.Option("--label", "-l", help="Column of the labels; in an NPZ file it is y.")]
+Ignored = Annotated[list[str] | None, typer.Option("--ignore", help="A column that is no feature; repeatable.")]
+MaxImpure = Annotated[int, typer.Option(min=0, help="Points of other classes that an ellipsoid may hold.")]
+Standardize = Annotated[bool, typer.Option(help="Separate the classes in standard deviations of each feature.")]
+Solver = Annotated[str, typer.Option(help="native, or an installed cvxpy solver.")]
+Jobs = Annotated[int | None, typer.Option(help="Processes for more than two classes; -1 takes every core.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what a user can mend into one line on standard error and exit code 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # the reader went away; typer ends quietly
+    except ModuleNotFoundError as error:
+        _note(f"{error.name} is not installed: pip install 'sepc_torch[all]'")
+        raise typer.Exit(1) from None
+    except (ValueError, TypeError, OSError) as error:
+        _note(" ".join(str(error).split()))
+        raise typer.Exit(1) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sepc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+@_one_line_errors()
+def fit(
+    data: Data,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model (.safetensors).")],
+    label: Label = None,
+    ignore: Ignored = None,
+    max_impure: MaxImpure = 2,
+    standardize: Standardize = True,
+    nearest: Annotated[NearestBy, typer.Option(help=NearestBy.__doc__)] = NearestBy.mahalanobis,
+    solver: Solver = "native",
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cover labelled points with ellipsoids and write the frozen model."""
+    from sepc_torch.partitioning import partition
+    from sepc_torch.sepc import SEPC
+    from sepc_torch.tabular import check_writable, read_table
+
+    check_writable(output, [".safetensors"])
+    frame, targets = _labelled(read_table(data), label, ignore)
+    found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
+    SEPC.from_partition(found, nearest.value).save(output)
+    if not as_json:
+        print(f"{found}\n\nWritten: {output}")
+        return
+    _print_json(
+        {
+            "model": str(output),
+            "points": int(found.class_counts.sum()),
+            "features": list(frame.columns),
+            "classes": _by_label(found.classes.tolist(), found.class_counts.tolist()),
+            "ellipsoids": len(found),
+            "cells": len(found.cells),
+            "made": dict(found.made),
+            "seconds": dict(found.seconds),
+        }
+    )
+
+
+@app.command()
+@_one_line_errors()
+def score(
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the scores (.csv or .parquet).")],
+    label: Annotated[
+        str | None, typer.Option("--label", "-l", help="Column of the true labels, if known: measures accuracy.")
+    ] = None,
+    identify: Annotated[
+        list[str] | None, typer.Option("--id", help="A column to copy beside the scores; repeatable. Default: the row.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Trust from which a prediction is accepted.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Label new points and say how far to trust each label."""
+    from sepc_torch.sepc import SEPC
+    from sepc_torch.tabular import (
+        WRITABLE,
+        check_writable,
+        numbers,
+        read_table,
+        require,
+        scored_table,
+        summary,
+        write_table,
+    )
+
+    check_writable(output, WRITABLE)
+    if output.resolve() == data.resolve():
+        raise ValueError(f"The scores would overwrite their own input {str(data)!r}; choose another output.")
+    sepc = SEPC.load(model)
+    table = read_table(data)
+    label, identify = label or table.label, identify or []
+    require(table, [*identify, *([] if label is None else [label])])
+    columns, ignored = _features(sepc, table, {label, *identify})
+    truth = None if label is None else _truth(sepc, table, label)
+    out = _predict(sepc, numbers(table, columns))
+    scored = scored_table(out, sepc.classes)
+    clash = sorted(set(identify) & set(scored.columns))
+    if clash:
+        raise ValueError(f"The column {clash[0]!r} would hide a score of that name; rename it or leave out --id.")
+    if identify:
+        scored = table.frame[identify].join(scored)
+    else:
+        scored.insert(0, "row", range(len(scored)))
+    write_table(scored, output)
+    if ignored:
+        _note(f"columns that the model does not use: {', '.join(ignored)}")
+    found = summary(out, truth, threshold)
+    if as_json:
+        given = scored["label"].value_counts()
+        predicted = _by_label(sepc.classes, [int(given.get(name, 0)) for name in sepc.classes])
+        _print_json({"output": str(output), "ignored": ignored, "predicted": predicted, **found.as_dict()})
+    else:
+        print(f"{found}\n\nWritten: {output}")
+
+
+@app.command()
+@_one_line_errors()
+def explain(
+    model: Model,
+    data: Data,
+    row: Annotated[list[int], typer.Option("--row", min=0, help="Which row, counted from 0; repeatable.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say why a point gets its label: the rule, the ellipsoids, the trust and the features that matter."""
+    from sepc_torch.sepc import SEPC
+    from sepc_torch.tabular import numbers, read_table
+
+    sepc = SEPC.load(model)
+    table = read_table(data)
+    beyond = [i for i in row if i >= len(table.frame)]
+    if beyond:
+        raise ValueError(f"{str(data)!r} has no row {beyond[0]}: its {len(table.frame)} rows count from 0.")
+    columns, _ = _features(sepc, table, {table.label})
+    reasons = sepc.explain(numbers(table, columns, row))
+    assert isinstance(reasons, list)  # one for each row
+    if as_json:
+        _print_json([{"row": i, **reason.details} for i, reason in zip(row, reasons, strict=True)])
+    else:
+        print("\n\n".join(f"row {i}: {reason}" for i, reason in zip(row, reasons, strict=True)))
+
+
+@app.command()
+@_one_line_errors()
+def landscape(
+    data: Data,
+    label: Label = None,
+    ignore: Ignored = None,
+    max_impure: MaxImpure = 2,
+    standardize: Standardize = True,
+    solver: Solver = "native",
+    jobs: Jobs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far the classes overlap."""
+    from sepc_torch.overlap import landscape as measure
+    from sepc_torch.partitioning import partition
+    from sepc_torch.tabular import read_table
+
+    frame, targets = _labelled(read_table(data), label, ignore)
+    found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
+    seen = measure(frame, targets, partition=found, solver=solver)
+    if not as_json:
+        print(seen)
+        return
+    of_class = ("points", "inside", "outside", "overlap_ratio", "ellipsoids", "isolated")
+    _print_json(
+        {
+            "classes": [
+                {"label": name, **{field: getattr(seen, field)[name] for field in of_class}}
+                for name in seen.classes.tolist()
+            ],
+            "pairs": [{"labels": list(pair), **overlap._asdict()} for pair, overlap in seen.pairs.items()],
+            "disjuncts": [{**found._asdict(), "rows": found.rows.tolist()} for found in seen.disjuncts],
+        }
+    )
+
+
+@app.command()
+@_one_line_errors()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="Where to write the model and the pictures.")] = Path("demo"),
+) -> None:
+    """Show the whole path on data that scikit-learn ships."""
+    from sepc_torch.demo import main
+
+    main(folder)
+
+
+def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> tuple[Any, Array]:
+    """Features as a DataFrame of numbers, so that their names are kept, and the labels."""
+    import pandas as pd
+
+    from sepc_torch.tabular import labels, named, numbers, require
+
+    label, ignore = label or table.label, ignore or []
+    if label is None:
+        columns = named(list(table.frame.columns))
+        raise ValueError(f"Which column of {str(table.path)!r} is the label? Say so with --label; it has {columns}.")
+    require(table, [label, *ignore])
+    targets = labels(table, label)
+    features = [column for column in table.frame.columns if column != label and column not in ignore]
+    if not features:
+        raise ValueError(f"{str(table.path)!r} has no column of numbers besides the label {label!r}.")
+    return pd.DataFrame(numbers(table, features), columns=features), targets
+
+
+def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[str], list[str]]:
+    """The columns that the model reads, in its order, and those that it does not."""
+    from sepc_torch.tabular import require
+
+    candidates = [column for column in table.frame.columns if column not in others]
+    if sepc.feature_names is not None and table.named:
+        require(table, sepc.feature_names)
+        return list(sepc.feature_names), [column for column in candidates if column not in sepc.feature_names]
+    # Without names on one side, the columns count by position.
+    if len(candidates) != sepc.dim:
+        raise ValueError(
+            f"{str(table.path)!r} has {len(candidates)} columns of features and the model reads {sepc.dim}; "
+            "without names on both sides they must agree in number and order."
+        )
+    return candidates, []
+
+
+def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
+    """The true classes as indices, -1 for labels that the model does not know; compared as text, as files keep them."""
+    import numpy as np
+
+    from sepc_torch.tabular import labels, named
+
+    position = {str(name): code for code, name in enumerate(sepc.classes)}
+    given = [str(name) for name in labels(table, label).tolist()]
+    unknown = sorted(set(given) - set(position))
+    if len(unknown) == len(set(given)):
+        raise ValueError(
+            f"{str(table.path)!r}, column {label!r}: the model knows none of the labels {named(unknown)}; "
+            f"it knows {named(list(position))}."
+        )
+    if unknown:
+        _note(f"labels that the model does not know count as mistakes: {named(unknown)}")
+    return np.array([position.get(name, -1) for name in given], dtype=np.int64)
+
+
+def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:
+    import torch
+
+    from sepc_torch.progress import Bar
+    from sepc_torch.sepc import Prediction
+
+    parts = []
+    with Bar("score", len(points), "auto") as bar:
+        for batch in torch.from_numpy(points).split(_BATCH):
+            parts.append(sepc(batch))
+            bar.advance(len(batch))
+    return Prediction(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+
+def _note(text: str) -> None:
+    print(f"sepc: {text}", file=sys.stderr)
+
+
+def _by_label(names: Sequence[Any], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """A list, not a dict: JSON knows only keys that are text."""
+    return [{"label": name, "points": count} for name, count in zip(names, counts, strict=True)]
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    app(prog_name="sepc")

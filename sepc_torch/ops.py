@@ -1,0 +1,205 @@
+r"""The three batched computations of the frozen model, as torch operators.
+
+As operators they are opaque to ``torch.compile`` and ``torch.export``: both see one node each, without a graph
+break, while the work inside runs in pieces of a bounded size and may look at the data. Only distances are
+differentiable, in ``z``. An operator's signature can name no shapes, so the docstrings do.
+"""
+
+import torch
+from torch import Tensor
+
+# Bytes of the largest temporary. On a CPU a piece should stay in the cache, on a GPU it should fill the machine.
+CPU_BYTES = 2 * 2**20
+GPU_BYTES = 256 * 2**20
+# Newton's method on the secular equation: 8 steps are usual; thin ellipsoids far away need the most.
+_SECULAR_STEPS = 40
+
+
+def _rows_per_piece(like: Tensor, values_per_row: int) -> int:
+    budget = CPU_BYTES if like.device.type == "cpu" else GPU_BYTES
+    return max(1, budget // (max(values_per_row, 1) * like.element_size()))
+
+
+@torch.library.custom_op("sepc_torch::distances", mutates_args=())
+def distances(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
+    r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|`: z (B, D), c (K, D), W (K, D, D) to (B, K).
+
+    The difference is taken first: :math:`W z + b` would lose the digits that thin ellipsoids far from the origin need.
+    """
+    count, dim = z.shape
+    out = z.new_empty(count, len(centers))
+    rows = _rows_per_piece(z, len(centers) * dim)
+    transposed = whiteners.mT
+    with torch.autocast(z.device.type, enabled=False):
+        for start in range(0, count, rows):
+            offsets = z[start : start + rows] - centers[:, None, :]
+            whitened = torch.bmm(offsets, transposed)
+            torch.linalg.vector_norm(whitened, dim=2, out=out[start : start + rows].T)
+    return out
+
+
+@distances.register_fake
+def _(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
+    return z.new_empty(z.shape[0], centers.shape[0])
+
+
+def _setup_distances(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs, output)
+
+
+def _distances_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+    z, centers, whiteners, output = ctx.saved_tensors
+    return distances_gradient(z, centers, whiteners, output, grad), None, None
+
+
+@torch.library.custom_op("sepc_torch::distances_gradient", mutates_args=())
+def distances_gradient(
+    z: Tensor,
+    centers: Tensor,
+    whiteners: Tensor,
+    output: Tensor,
+    grad: Tensor,
+) -> Tensor:
+    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z (B, D); zero at a centre."""
+    out = torch.empty_like(z)
+    rows = _rows_per_piece(z, centers.numel())
+    factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
+    with torch.autocast(z.device.type, enabled=False):
+        for start in range(0, len(z), rows):
+            whitened = torch.bmm(z[start : start + rows] - centers[:, None, :], whiteners.mT)
+            whitened *= factor[start : start + rows].T.unsqueeze(2)
+            out[start : start + rows] = torch.bmm(whitened, whiteners).sum(dim=0)
+    return out
+
+
+@distances_gradient.register_fake
+def _(z: Tensor, centers: Tensor, whiteners: Tensor, output: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(z)
+
+
+distances.register_autograd(_distances_backward, setup_context=_setup_distances)
+
+
+@torch.library.custom_op("sepc_torch::euclidean_distances", mutates_args=())
+def euclidean_distances(
+    z: Tensor,
+    centers: Tensor,
+    axes: Tensor,
+    semi_axes: Tensor,
+    wanted: Tensor,
+) -> Tensor:
+    r"""Euclidean distance (B, K) to each ellipsoid for the wanted rows (B,), zero inside and for the rest.
+
+    In the axes of an ellipsoid (rows of ``axes`` (K, D, D), lengths ``semi_axes`` (K, D)) the nearest point solves
+    the secular equation
+    :math:`\sum_i (e_i y_i / (e_i^2 + t))^2 = 1`; see :func:`sepc_torch.geometry.euclidean_distance`.
+    """
+    out = z.new_zeros(len(z), len(centers))
+    index = wanted.nonzero().squeeze(1)
+    rows = _rows_per_piece(z, 4 * centers.numel())
+    e = semi_axes[:, None, :]
+    with torch.autocast(z.device.type, enabled=False):
+        for piece in index.split(rows):
+            y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs()
+            t = (e * y - e * e).amax(dim=2).clamp_min(0)
+            outside = (y / e).square().sum(dim=2) > 1
+            for _ in range(_SECULAR_STEPS):
+                denominator = e * e + t.unsqueeze(2)
+                terms = (e * y / denominator).square()
+                norm = terms.sum(dim=2).sqrt()
+                step = (norm - 1) * norm.square() / (terms / denominator).sum(dim=2)
+                ahead = t + torch.where(outside, step.clamp_min(0), 0)
+                if bool((ahead <= t * (1 + 4 * torch.finfo(t.dtype).eps)).all()):
+                    break
+                t = ahead
+            distance = torch.linalg.vector_norm(t.unsqueeze(2) * y / (e * e + t.unsqueeze(2)), dim=2)
+            out[piece] = torch.where(outside, distance, 0).T
+    return out
+
+
+@euclidean_distances.register_fake
+def _(z: Tensor, centers: Tensor, axes: Tensor, semi_axes: Tensor, wanted: Tensor) -> Tensor:
+    return z.new_empty(z.shape[0], centers.shape[0])
+
+
+@torch.library.custom_op("sepc_torch::region_counts", mutates_args=())
+def region_counts(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
+    """Training points of each class in all, and in any, of the ellipsoids that hold each point: (2, B, C).
+
+    A cell lies in all of them if it shares as many ellipsoids with the point as hold it, in any if it shares one:
+    both are a matrix product. Rows that fewer than two ellipsoids hold need no region and stay zero.
+    """
+    out = torch.zeros(2, len(inside), counts.shape[1], dtype=torch.int64, device=inside.device)
+    held = inside.sum(dim=1)
+    # float32 holds the integers of both products exactly up to 2^24; larger training sets are counted in float64.
+    exact = torch.float32 if int(counts.sum()) < 2**24 else torch.float64
+    patterns, numbers = cells.to(exact).T.contiguous(), counts.to(exact)
+    rows = _rows_per_piece(patterns, 3 * len(cells))
+    for piece in (held > 1).nonzero().squeeze(1).split(rows):
+        shared = inside[piece].to(exact) @ patterns
+        everywhere = (shared == held[piece].unsqueeze(1)).to(exact)
+        out[0, piece] = (everywhere @ numbers).round().long()
+        out[1, piece] = ((shared > 0).to(exact) @ numbers).round().long()
+    return out
+
+
+@region_counts.register_fake
+def _(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
+    return torch.empty(2, inside.shape[0], counts.shape[1], dtype=torch.int64, device=inside.device)
+
+
+@torch.library.custom_op("sepc_torch::expanded_counts", mutates_args=())
+def expanded_counts(
+    distance: Tensor,
+    nearness: Tensor,
+    wanted: Tensor,
+    reach: Tensor,
+    ranks: Tensor,
+    surface: float,
+    tie: float,
+) -> Tensor:
+    """Training points of each class in the nearest ellipsoid, expanded to touch the point: (2, B, C).
+
+    Where several are nearest all of them are expanded; what is known of each alone bounds the counts in all of them
+    (the least) and in any of them (the greatest), exactly if they are nested or share no point of a class.
+    """
+    out = torch.zeros(2, len(distance), reach.shape[1], dtype=torch.int64, device=distance.device)
+    rows = wanted.nonzero().squeeze(1)
+    if len(rows) == 0:
+        return out
+    near = nearness[rows]
+    least, nearest = near.min(dim=1)
+    out[:, rows] = _reached(reach, ranks, nearest, distance[rows, nearest] * (1.0 + surface))
+    tied = near <= (least * (1.0 + tie)).unsqueeze(1)
+    several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
+    if len(several):
+        row, k = tied[several].nonzero(as_tuple=True)
+        found = _reached(reach, ranks, k, distance[rows[several[row]], k] * (1.0 + surface))
+        index = row.unsqueeze(1).expand_as(found)
+        for slot, how in ((0, "amin"), (1, "amax")):
+            start = torch.zeros(len(several), found.shape[1], dtype=found.dtype, device=found.device)
+            out[slot, rows[several]] = start.scatter_reduce(0, index, found, how, include_self=False)
+    return out
+
+
+@expanded_counts.register_fake
+def _(
+    distance: Tensor, nearness: Tensor, wanted: Tensor, reach: Tensor, ranks: Tensor, surface: float, tie: float
+) -> Tensor:
+    return torch.empty(2, distance.shape[0], reach.shape[1], dtype=torch.int64, device=distance.device)
+
+
+def _reached(reach: Tensor, ranks: Tensor, k: Tensor, within: Tensor) -> Tensor:
+    """Training points of each class within a distance of ellipsoid k, by binary search: (n, C)."""
+    _, classes, size = reach.shape
+    c = torch.arange(classes, device=k.device)
+    base = (k.unsqueeze(1) * classes + c) * size
+    low = torch.zeros_like(base)
+    high = torch.full_like(base, size)
+    flat = reach.reshape(-1)
+    for _ in range(size.bit_length()):
+        middle = (low + high) // 2
+        passed = (middle < size) & (flat[base + middle.clamp_max(size - 1)] <= within.unsqueeze(1))
+        low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
+    padded = torch.cat([ranks.new_zeros(classes, 1), ranks], dim=1)
+    return padded[c, low]

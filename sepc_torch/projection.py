@@ -1,0 +1,107 @@
+r"""Embeddings brought into the coordinates in which they are partitioned: normalise, centre, project, whiten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.bank import at_least_float32
+from sepc_torch.inputs import feature_scale
+from sepc_torch.shapes import Array, Float, Int
+
+Normalize = Literal["l2", "standardize"] | None
+Method = Literal["pca", "lda"]
+
+# Directions with less than this share of the largest standard deviation hold rounding noise.
+_NOISE = 1e-6
+# Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
+_SHRINKAGE = 1e-3
+
+
+class Projection(nn.Module):
+    r"""The map :math:`x \mapsto P (\bar x - m)`, with :math:`\bar x = x / \|x\|` if so chosen, from D to R features.
+
+    ``shift`` is :math:`m` (D,), ``matrix`` is :math:`P` (R, D). Computed in at least float32, whatever autocast says.
+    """
+
+    shift: Tensor
+    matrix: Tensor
+
+    def __init__(self, shift: Float[Tensor, "D"], matrix: Float[Tensor, "R D"], *, unit_length: bool) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+        self.register_buffer("matrix", matrix)
+        self.unit_length = unit_length
+
+    def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
+        """Project a batch of embeddings (B, D)."""
+        if x.dim() != 2 or x.shape[1] != self.shift.shape[0]:
+            raise ValueError(f"embeddings must have shape (points, {self.shift.shape[0]}), got {tuple(x.shape)}.")
+        dtype = torch.promote_types(x.dtype, self.shift.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(dtype)
+            if self.unit_length:
+                x = nn.functional.normalize(x, dim=1)
+            return (x - self.shift.to(dtype)) @ self.matrix.to(dtype).T
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
+        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+
+
+def fit_projection(
+    x: Float[Array, "N D"],
+    codes: Int[Array, "N"],
+    dim: int,
+    normalize: Normalize,
+    method: Method,
+    dtype: torch.dtype = torch.float32,
+) -> Projection:
+    """Learn the projection on at most ``dim`` directions of unit variance from labelled embeddings.
+
+    ``"pca"`` keeps the directions of largest variance. ``"lda"`` keeps those in which the class means are farthest
+    apart relative to the spread within classes; there are at most C - 1 of them.
+    """
+    if normalize == "l2":
+        length = np.linalg.norm(x, axis=1, keepdims=True)
+        x = x / np.maximum(length, np.finfo(np.float64).tiny)
+    mean = x.mean(axis=0)
+    centred = x - mean
+    unit = np.ones_like(mean)
+    if normalize == "standardize":
+        unit = feature_scale(x)
+        centred = centred / unit
+    rows = _principal(centred, dim) if method == "pca" else _discriminant(centred, codes, dim)
+    rows = rows / np.sqrt(np.mean((centred @ rows.T) ** 2, axis=0))[:, None]
+    # Signs are arbitrary; the largest entry of each direction is made positive so that equal data give equal models.
+    rows *= np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])[:, None]
+    return Projection(
+        torch.from_numpy(mean).to(dtype), torch.from_numpy(rows / unit).to(dtype), unit_length=normalize == "l2"
+    )
+
+
+def _principal(centred: Float[Array, "N D"], dim: int) -> Float[Array, "R D"]:
+    variance, vectors = np.linalg.eigh(centred.T @ centred / len(centred))
+    variance, vectors = variance[::-1], vectors[:, ::-1]
+    present = int(np.count_nonzero(variance > (_NOISE**2) * variance[0]))
+    return vectors[:, : min(dim, present)].T
+
+
+def _discriminant(centred: Float[Array, "N D"], codes: Int[Array, "N"], dim: int) -> Float[Array, "R D"]:
+    classes = int(codes.max()) + 1
+    counts = np.bincount(codes, minlength=classes)
+    sums = np.zeros((classes, centred.shape[1]))
+    np.add.at(sums, codes, centred)
+    means = sums / counts[:, None]
+    within = centred - means[codes]
+    scatter = within.T @ within / len(centred)
+    total = np.trace(centred.T @ centred) / len(centred)
+    scatter += _SHRINKAGE * total / len(scatter) * np.eye(len(scatter))
+    values, vectors = np.linalg.eigh(scatter)
+    whiten = vectors / np.sqrt(values)
+    _, strength, directions = np.linalg.svd(np.sqrt(counts)[:, None] * means @ whiten, full_matrices=False)
+    present = int(np.count_nonzero(strength > _NOISE * strength[0]))
+    return (whiten @ directions[: min(dim, classes - 1, present)].T).T

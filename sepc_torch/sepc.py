@@ -1,0 +1,363 @@
+r"""SEP-C frozen into a torch module: points in, label, trust and reason out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch import ops, storage
+from sepc_torch.bank import EllipsoidBank, at_least_float32
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.explaining import Described, Explanation, explain
+from sepc_torch.partition_record import Partition
+from sepc_torch.rules import Resolution, Rule, TrainingCounts, class_distance, resolve
+from sepc_torch.shapes import Bool, Float, Int
+from sepc_torch.trust import bayes_trust
+
+Nearest = Literal["mahalanobis", "euclidean"]
+NanPolicy = Literal["raise", "flag"]
+
+
+class Prediction(NamedTuple):
+    """What SEP-C says of a batch; every field is a tensor (B,).
+
+    Attributes:
+        label: Index into the model's ``classes``; -1 for a flagged row that holds NaN.
+        trust: Probability of the label given the training points that share the point's region.
+        rule: The :class:`Rule` that gave the label.
+        distance: Mahalanobis distance to the nearest ellipsoid; 1 is its surface.
+        margin: Distance to the nearest ellipsoid of another class over that to the nearest of the label's own.
+        nearest: Index of the nearest ellipsoid.
+        runner_up: The class of the nearest ellipsoid that is not of the label's.
+    """
+
+    label: Int[Tensor, "B"]
+    trust: Float[Tensor, "B"]
+    rule: Int[Tensor, "B"]
+    distance: Float[Tensor, "B"]
+    margin: Float[Tensor, "B"]
+    nearest: Int[Tensor, "B"]
+    runner_up: Int[Tensor, "B"]
+
+    def abstain(self, threshold: float = 0.5, outside: bool = True) -> Bool[Tensor, "B"]:
+        """Which predictions to refuse: trust below the threshold, and points outside every ellipsoid unless allowed."""
+        refused = (self.trust < threshold) | (self.label < 0)
+        return refused | (self.rule == int(Rule.OUTSIDE)) if outside else refused
+
+
+class SEPC(nn.Module):
+    r"""The paper's classifier with a fixed partition: buffers only, nothing to train, no training point inside.
+
+    Make one with :meth:`from_partition` or :meth:`load`.
+
+    >>> import torch
+    >>> from sepc_torch import partition
+    >>> part = partition([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]], [0, 0, 0, 1, 1, 1])
+    >>> sepc = SEPC.from_partition(part)
+    >>> out = sepc(torch.tensor([[0.3, 0.3], [4.0, 4.0]]))
+    >>> out.label.tolist(), [Rule(r).name for r in out.rule.tolist()], out.trust.tolist()
+    ([0, 1], ['SINGLE', 'OUTSIDE'], [1.0, 1.0])
+    """
+
+    codes: Tensor
+    cells: Tensor
+    counts: Tensor
+    held: Tensor
+    reach: Tensor
+    ranks: Tensor
+    totals: Tensor
+    scale: Tensor
+    axis_centers: Tensor
+    axis_directions: Tensor
+    axis_lengths: Tensor
+
+    def __init__(
+        self,
+        bank: EllipsoidBank,
+        training: TrainingCounts,
+        totals: Int[Tensor, "C"],
+        scale: Float[Tensor, "D"],
+        *,
+        classes: list[Any],
+        feature_names: tuple[str, ...] | None = None,
+        nearest: Nearest = "mahalanobis",
+        nan_policy: NanPolicy = "raise",
+        made: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_choice("nearest", nearest, get_args(Nearest))
+        _check_choice("nan_policy", nan_policy, get_args(NanPolicy))
+        self.bank = bank
+        for name, tensor in training._asdict().items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("totals", totals)
+        self.register_buffer("scale", scale)
+        self.classes = list(classes)
+        self.feature_names = feature_names
+        self.nearest: Nearest = nearest
+        self.nan_policy: NanPolicy = nan_policy
+        self.made = dict(made or {})
+        self._find_axes()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    def _find_axes(self) -> None:
+        """Euclidean distance needs the principal axes; they follow from the rest, so no file holds them."""
+        if self.nearest == "euclidean":
+            axes = self.bank.principal_axes(self.scale)
+            for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
+                self.register_buffer(name, tensor, persistent=False)
+
+    @classmethod
+    def from_partition(
+        cls,
+        partition: Partition,
+        nearest: Nearest = "mahalanobis",
+        *,
+        nan_policy: NanPolicy = "raise",
+        dtype: torch.dtype = torch.float32,
+    ) -> SEPC:
+        """Freeze a partition.
+
+        Args:
+            partition: What :func:`~sepc_torch.partition` found.
+            nearest: How a point outside every ellipsoid finds the nearest: by Mahalanobis distance, which comes for
+                free, or by Euclidean distance, the paper's convex program (solved for the whole batch).
+            nan_policy: What to do with rows that hold NaN: ``"raise"``, or ``"flag"`` them with label -1 and trust 0.
+            dtype: float32, or float64 for the accuracy of the partition itself.
+        """
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"dtype must be torch.float32 or torch.float64, got {dtype}: distances need that accuracy."
+            )
+        ledger = partition.ledger
+        cells, counts = torch.from_numpy(ledger.cells), torch.from_numpy(ledger.counts)
+        training = TrainingCounts(
+            codes=torch.from_numpy(partition.codes),
+            cells=cells,
+            counts=counts,
+            held=torch.from_numpy(np.stack([e.counts for e in partition.ellipsoids])),
+            reach=torch.from_numpy(ledger.reach).to(dtype),
+            ranks=torch.from_numpy(ledger.ranks),
+        )
+        bank = EllipsoidBank(
+            torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])).to(dtype),
+            torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])).to(dtype),
+        )
+        return cls(
+            bank,
+            training,
+            torch.from_numpy(partition.class_counts),
+            torch.from_numpy(partition.scale).to(dtype),
+            classes=partition.classes.tolist(),
+            feature_names=partition.feature_names,
+            nearest=nearest,
+            nan_policy=nan_policy,
+            made=partition.made,
+        )
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.bank.dim
+
+    @property
+    def training_counts(self) -> TrainingCounts:
+        """The counts of the training set that the rules use."""
+        return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.reach, self.ranks)
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        return (
+            f"{len(self.bank)} ellipsoids, {len(self.classes)} classes, {self.dim} features, "
+            f"{len(self.cells)} cells, nearest={self.nearest!r}"
+        )
+
+    def forward(self, z: Tensor, label: Tensor | None = None) -> Prediction:
+        """Label, trust and reason for a batch.
+
+        Args:
+            z: Points (B, D).
+            label: Labels (B,) given by someone else, as indices into ``classes``. Trust, margin and runner-up then
+                judge these, while rule, region and distance are the point's own; the returned label is the given one.
+        """
+        own, given = self.judge(z, label)
+        return own if label is None else given
+
+    def judge(self, z: Tensor, label: Tensor | None = None) -> tuple[Prediction, Prediction]:
+        """The prediction for the model's own label and, in the same place, for the given one (by default the same)."""
+        distance, found = self._resolve(z)
+        bad = self._bad_rows(z)
+        own = self._judge(distance, found, bad, found.label)
+        if label is None:
+            return own, own
+        if label.shape != found.label.shape or label.is_floating_point():
+            raise ValueError(
+                f"label must be {len(z)} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
+            )
+        return own, self._judge(distance, found, bad, label)
+
+    def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
+        distance = self.bank(z)
+        return distance, resolve(distance.detach(), self.training_counts, self._nearness(z, distance))
+
+    def _nearness(self, z: Tensor, distance: Float[Tensor, "B K"]) -> Float[Tensor, "B K"] | None:
+        if self.nearest == "mahalanobis":
+            return None
+        dtype = distance.dtype
+        wanted = (distance > 1.0 + SURFACE_TOLERANCE).all(dim=1)
+        axes = (tensor.to(dtype) for tensor in (self.axis_centers, self.axis_directions, self.axis_lengths))
+        return ops.euclidean_distances(z.detach().to(dtype) / self.scale.to(dtype), *axes, wanted)
+
+    def _judge(
+        self, distance: Float[Tensor, "B K"], found: Resolution, bad: Bool[Tensor, "B"], judged: Int[Tensor, "B"]
+    ) -> Prediction:
+        near = class_distance(distance, self.training_counts)
+        own = near.gather(1, judged.unsqueeze(1)).squeeze(1)
+        other, runner_up = near.scatter(1, judged.unsqueeze(1), torch.inf).min(dim=1)
+        trust = bayes_trust(found.counts, self.totals, judged, distance.dtype)
+        return Prediction(
+            label=torch.where(bad, -1, judged),
+            trust=torch.where(bad, 0.0, trust),
+            rule=found.rule,
+            distance=distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1),
+            margin=other / own.clamp_min(torch.finfo(own.dtype).tiny),
+            nearest=found.nearest,
+            runner_up=runner_up,
+        )
+
+    def _bad_rows(self, z: Tensor) -> Bool[Tensor, "B"]:
+        bad = ~torch.isfinite(z).all(dim=1)
+        # A compiled graph cannot stop halfway, so there every policy flags.
+        if self.nan_policy == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            raise ValueError(
+                f"z holds NaN or infinity in {int(bad.sum())} rows, first in row {row}. Drop such rows, or make the "
+                "model with nan_policy='flag' to give them label -1 and trust 0."
+            )
+        return bad
+
+    @torch.no_grad()
+    def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        """The user's own labels for an array, list of rows or tensor, as a NumPy array; None for flagged rows."""
+        label = self(self.as_tensor(z)).label.cpu().numpy()
+        names = np.array(self.classes)
+        if (label >= 0).all():
+            return names[label]
+        return np.array([None if code < 0 else self.classes[code] for code in label], dtype=object)
+
+    @torch.no_grad()
+    def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
+        """Say why: rule, ellipsoids, counts, trust arithmetic, runner-up and features, as text and as a dict.
+
+        Args:
+            z: One point (D,) or a batch (B, D).
+            i: Which row of the batch; by default all of them, as a list.
+        """
+        points = self.as_tensor(z)
+        if points.dim() == 1:
+            points, i = points.unsqueeze(0), 0
+        if i is not None:
+            points = points[i : i + 1] if i >= 0 else points[i:][:1]
+        self._bad_rows(points)
+        distance, found = self._resolve(points)
+        out = self._judge(
+            distance, found, torch.zeros(len(points), dtype=torch.bool, device=points.device), found.label
+        )
+        model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
+        rows = [
+            explain(
+                model,
+                points[row],
+                distance[row],
+                found.counts[row],
+                {name: field[row].item() for name, field in out._asdict().items()},
+            )
+            for row in range(len(points))
+        ]
+        return rows[0] if i is not None else rows
+
+    def as_tensor(self, z: Any) -> Tensor:
+        """Points of any kind as a floating-point tensor on the model's device."""
+        if not isinstance(z, Tensor):
+            z = torch.from_numpy(np.asarray(z, dtype=np.float64))
+        z = z.to(self.bank.centers.device)
+        return z if z.is_floating_point() else z.to(self.bank.centers.dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to a safetensors file: buffers and metadata, no pickle, no training point."""
+        state = self.state_dict()
+        arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
+        storage.write(path, "sepc", arrays, self._metadata())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> SEPC:
+        """Read a model that :meth:`save` wrote, onto a device."""
+        arrays, metadata = storage.read(path, "sepc")
+        return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(device)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:
+        """The model of a state dict's tensors and the metadata beside them."""
+        bank = EllipsoidBank(tensors["bank.centers"], tensors["bank.whiteners"])
+        training = TrainingCounts(**{name: tensors[name] for name in TrainingCounts._fields})
+        names = metadata["feature_names"]
+        return cls(
+            bank,
+            training,
+            tensors["totals"],
+            tensors["scale"],
+            classes=metadata["classes"],
+            feature_names=None if names is None else tuple(names),
+            nearest=metadata["nearest"],
+            nan_policy=metadata["nan_policy"],
+            made=metadata["made"],
+        )
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "classes": self.classes,
+            "feature_names": None if self.feature_names is None else list(self.feature_names),
+            "nearest": self.nearest,
+            "nan_policy": self.nan_policy,
+            "made": self.made,
+        }
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Labels and options travel in the state dict too; plain types, so ``weights_only=True`` reads them."""
+        return self._metadata()
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over labels and options."""
+        self.classes = list(state["classes"])
+        self.feature_names = None if state["feature_names"] is None else tuple(state["feature_names"])
+        self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        resize_buffers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
+        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+
+
+def _after_loading(module: SEPC, _keys: Any) -> None:
+    module._find_axes()
+
+
+def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Give the buffers the shapes of a state dict: another partition has another number of ellipsoids."""
+    for name, buffer in list(module.named_buffers()):
+        saved = state_dict.get(prefix + name)
+        if isinstance(saved, Tensor) and saved.shape != buffer.shape:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            setattr(owner, name.rpartition(".")[2], buffer.new_empty(saved.shape))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,0 +1,150 @@
+"""Batched distances against the plain ones, in every dtype, compiled, exported and differentiated."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sepc_torch import Ellipsoid, EllipsoidBank, ops
+
+Rng = np.random.Generator
+
+
+def draw(rng: Rng, count: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[EllipsoidBank, list[Ellipsoid]]:
+    """A bank and the same ellipsoids one by one, away from the origin and of semi-axes from 0.01 to 1."""
+    plain = []
+    for _ in range(count):
+        basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+        whitener = np.linalg.qr(basis * 10 ** rng.uniform(0, 2, dim), mode="r")
+        plain.append(Ellipsoid(50 + rng.normal(size=dim), whitener))
+    centers = torch.from_numpy(np.stack([e.center for e in plain])).to(dtype)
+    return EllipsoidBank(centers, torch.from_numpy(np.stack([e.whitener for e in plain])).to(dtype)), plain
+
+
+def points(rng: Rng, count: int, dim: int) -> Tensor:
+    return torch.from_numpy(50 + 2 * rng.normal(size=(count, dim)))
+
+
+@pytest.mark.parametrize(("b", "k", "dim"), [(1, 1, 1), (17, 5, 3), (300, 40, 16), (7, 200, 33), (0, 3, 4)])
+def test_equals_the_plain_distance(rng: Rng, b: int, k: int, dim: int) -> None:
+    bank, plain = draw(rng, k, dim)
+    z = points(rng, b, dim)
+    found = bank(z)
+    assert found.shape == (b, k)
+    for i, e in enumerate(plain):
+        assert found[:, i].numpy() == pytest.approx(e.distance(z.numpy()), rel=1e-12)
+
+
+def test_pieces_do_not_change_the_result(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, _ = draw(rng, 30, 8)
+    z = points(rng, 100, 8)
+    whole = bank(z)
+    largest = 0
+    bmm = torch.bmm
+
+    def watched(a: Tensor, b: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, a.numel() * a.element_size())
+        return bmm(a, b)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    monkeypatch.setattr(ops, "CPU_BYTES", 30 * 8 * 8 * 7)  # seven rows at a time
+    assert torch.allclose(bank(z), whole, rtol=1e-14)
+    assert 0 < largest <= ops.CPU_BYTES
+
+
+def test_float32_is_as_accurate_as_its_input(rng: Rng) -> None:
+    """Far from the origin W (z - c) loses only what rounding the input loses; W z + b would lose much more."""
+    bank, _ = draw(rng, 20, 10)
+    z = points(rng, 200, 10).float()
+    single = copy.deepcopy(bank).float()
+    rounded = EllipsoidBank(single.centers.double(), single.whiteners.double())
+    exact = rounded(z.double())
+    assert single(z).dtype == torch.float32
+    assert float(((single(z).double() - exact) / exact).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_input_is_computed_in_float32(rng: Rng, dtype: torch.dtype) -> None:
+    bank, _ = draw(rng, 5, 4, torch.float32)
+    z = (points(rng, 20, 4) - 50).to(dtype)
+    shifted = EllipsoidBank(bank.centers - 50, bank.whiteners)
+    assert torch.equal(shifted(z), shifted(z.float()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(shifted(z.float()), shifted(z.float()))
+        inside = shifted(z.float())
+    assert torch.equal(inside, shifted(z.float()))
+    assert inside.dtype == torch.float32
+
+
+def test_half_moves_but_does_not_round(rng: Rng) -> None:
+    bank, _ = draw(rng, 5, 4, torch.float32)
+    before = bank.whiteners.clone()
+    for convert in (bank.half, bank.bfloat16, lambda: bank.to(torch.float16)):
+        convert()
+        assert bank.whiteners.dtype == torch.float32
+        assert torch.equal(bank.whiteners, before)
+    assert bank.double().centers.dtype == torch.float64
+
+
+def test_only_buffers(rng: Rng) -> None:
+    bank, _ = draw(rng, 5, 4)
+    assert not list(bank.parameters())
+    assert set(bank.state_dict()) == {"centers", "whiteners"}
+
+
+def test_gradient(rng: Rng) -> None:
+    bank, _ = draw(rng, 6, 5)
+    z = points(rng, 4, 5).requires_grad_()
+    assert torch.autograd.gradcheck(bank, (z,))
+
+
+def test_gradient_at_a_centre_is_zero(rng: Rng) -> None:
+    bank, _ = draw(rng, 2, 3)
+    z = bank.centers[:1].clone().requires_grad_()
+    bank(z)[0, 0].backward()
+    assert torch.equal(z.grad, torch.zeros_like(z))
+
+
+def test_exports_with_any_batch_size(rng: Rng) -> None:
+    bank, _ = draw(rng, 6, 5, torch.float32)
+    z = points(rng, 40, 5).float()
+    program = torch.export.export(bank, (z,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for rows in (3, 40, 1):
+        assert torch.equal(program.module()(z[:rows]), bank(z[:rows]))
+
+
+def test_operators_pass_torchs_own_checks(rng: Rng) -> None:
+    bank, _ = draw(rng, 6, 5)
+    z = points(rng, 9, 5).requires_grad_()
+    torch.library.opcheck(ops.distances, (z, bank.centers, bank.whiteners))
+
+
+def test_euclidean_distance_equals_the_plain_one(rng: Rng) -> None:
+    bank, plain = draw(rng, 12, 6)
+    z = points(rng, 80, 6)
+    scale = torch.from_numpy(rng.uniform(0.5, 2.0, 6))
+    axes = bank.principal_axes(scale)
+    wanted = torch.from_numpy(rng.random(80) < 0.7)
+    found = ops.euclidean_distances(z / scale, *axes, wanted)
+    assert torch.equal(found[~wanted], torch.zeros_like(found[~wanted]))
+    for k, e in enumerate(plain):
+        scaled = Ellipsoid(e.center / scale.numpy(), e.whitener * scale.numpy())
+        expected = scaled.euclidean_distance((z / scale).numpy())
+        assert found[wanted, k].numpy() == pytest.approx(expected[wanted.numpy()], rel=1e-9, abs=1e-9)
+
+
+def test_refuses_what_does_not_fit(rng: Rng) -> None:
+    bank, _ = draw(rng, 6, 5)
+    with pytest.raises(ValueError, match=r"shape \(points, 5\), got \(3, 4\)"):
+        bank(torch.zeros(3, 4))
+    with pytest.raises(TypeError, match=r"z\.float\(\)"):
+        bank(torch.zeros(3, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cpu"):
+        bank(torch.zeros(3, 5, device="meta"))
+    with pytest.raises(ValueError, match="whiteners of shape"):
+        EllipsoidBank(torch.zeros(3, 2), torch.zeros(3, 2, 3))

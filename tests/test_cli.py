@@ -1,0 +1,509 @@
+"""The command line: round trips through every format, one line for every mistake, nothing half-written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.datasets import load_iris
+from typer.testing import CliRunner, Result
+
+from sepc_torch import SEPC, Partition, Rule, __version__, partition
+from sepc_torch.cli import NearestBy, app
+from sepc_torch.sepc import Nearest
+from sepc_torch.tabular import numbers, read_table
+
+ROOT = Path(__file__).resolve().parent.parent
+SCORES = ["label", "trust", "rule", "distance", "margin", "runner_up"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(*arguments: object) -> str:
+    """The one line that a mistake is told in."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert isinstance(result.exception, SystemExit)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("sepc: ")
+    return lines[0].removeprefix("sepc: ")
+
+
+def iris() -> pd.DataFrame:
+    data = load_iris(as_frame=True)
+    names = ["sepal length", "sepal width", "petal length", "petal width"]
+    frame = data.data.set_axis(names, axis=1).assign(species=np.array(data.target_names)[data.target])
+    frame.insert(0, "id", [f"flower {i}" for i in range(len(frame))])
+    return frame.sample(frac=1, random_state=0, ignore_index=True)
+
+
+FEATURES = ["sepal length", "sepal width", "petal length", "petal width"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Iris as train and new, in every format, and a model."""
+    path = tmp_path_factory.mktemp("iris")
+    frame = iris()
+    for name, part in (("train", frame[:100]), ("new", frame[100:].reset_index(drop=True))):
+        part.to_csv(path / f"{name}.csv", index=False)
+        part.to_csv(path / f"{name}.csv.gz", index=False)
+        part.to_parquet(path / f"{name}.parquet")
+        X, y = part[FEATURES].to_numpy(), part["species"].to_numpy(dtype=str)
+        np.savez(path / f"{name}.npz", X=X, y=y, feature_names=FEATURES)
+        np.savez(path / f"{name}_plain.npz", X=X, y=y)
+    succeed("fit", path / "train.csv", "--label", "species", "--ignore", "id", "-o", path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def part() -> Partition:
+    frame = iris()[:100]
+    return partition(frame[FEATURES], frame["species"])
+
+
+def test_version() -> None:
+    assert succeed("--version").strip() == f"sepc {__version__}"
+
+
+def test_the_choices_are_those_of_the_library() -> None:
+    assert [choice.value for choice in NearestBy] == list(get_args(Nearest))
+
+
+@pytest.mark.parametrize("source", ["train.csv", "train.csv.gz", "train.parquet", "train.npz"])
+def test_fit_writes_the_frozen_model(folder: Path, part: Partition, tmp_path: Path, source: str) -> None:
+    output = tmp_path / "model.safetensors"
+    options = [] if source.endswith(".npz") else ["--label", "species", "--ignore", "id"]
+    printed = succeed("fit", folder / source, "-o", output, *options)
+    assert str(part) in printed
+    assert str(output) in printed
+    expected = tmp_path / "expected.safetensors"
+    SEPC.from_partition(part).save(expected)
+    assert output.read_bytes() == expected.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected.safetensors", "model.safetensors"]
+
+
+def test_fit_passes_its_options_on(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model.safetensors"
+    options = ["--max-impure", 7, "--no-standardize", "--nearest", "euclidean", "--jobs", 2, "--json"]
+    told = json.loads(succeed("fit", folder / "train.npz", "-o", output, *options))
+    model = SEPC.load(output)
+    assert model.nearest == "euclidean"
+    assert (model.made["max_impure"], model.made["standardize"]) == (7, False)
+    assert told["made"] == model.made
+    assert told["model"] == str(output)
+    assert told["features"] == FEATURES
+    assert told["points"] == 100
+    assert {c["label"]: c["points"] for c in told["classes"]} == iris()[:100]["species"].value_counts().to_dict()
+    assert told["ellipsoids"] == len(model.bank)
+
+
+@pytest.mark.parametrize("source", ["new.csv", "new.csv.gz", "new.parquet", "new.npz", "new_plain.npz"])
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_score_says_what_the_model_says(folder: Path, tmp_path: Path, source: str, suffix: str) -> None:
+    output = tmp_path / f"scored{suffix}"
+    succeed("score", folder / "model.safetensors", folder / source, "-o", output)
+    assert list(tmp_path.iterdir()) == [output]
+    scored = pd.read_csv(output, float_precision="round_trip") if suffix == ".csv" else pd.read_parquet(output)
+    assert list(scored.columns) == ["row", *SCORES]
+    assert scored["row"].tolist() == list(range(50))
+    model = SEPC.load(folder / "model.safetensors")
+    out = model(model.as_tensor(np.array(iris()[FEATURES][100:])))
+    assert scored["label"].tolist() == [model.classes[i] for i in out.label.tolist()]
+    assert scored["runner_up"].tolist() == [model.classes[i] for i in out.runner_up.tolist()]
+    assert scored["rule"].tolist() == [Rule(i).name for i in out.rule.tolist()]
+    for field in ("trust", "distance", "margin"):
+        np.testing.assert_array_equal(scored[field], getattr(out, field).numpy())
+
+
+def test_score_measures_what_it_can(folder: Path, tmp_path: Path) -> None:
+    arguments = ["score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv"]
+    blind = json.loads(succeed(*arguments, "--json"))
+    assert blind["accuracy"] is None
+    assert blind["ignored"] == ["id", "species"]
+    told = json.loads(succeed(*arguments, "--json", "--label", "species", "--id", "id", "--threshold", 0.9))
+    scored = pd.read_csv(tmp_path / "s.csv")
+    assert scored["id"].tolist() == iris()["id"][100:].tolist()
+    right = scored["label"].to_numpy() == iris()["species"][100:].to_numpy()
+    accepted = (scored["trust"] >= 0.9) & (scored["rule"] != "OUTSIDE")
+    assert told["ignored"] == []
+    assert told["points"] == 50
+    assert told["accuracy"] == pytest.approx(right.mean())
+    assert (told["threshold"], told["accepted"]) == (0.9, accepted.sum())
+    assert told["coverage"] == pytest.approx(accepted.mean())
+    assert told["accepted_accuracy"] == pytest.approx(right[accepted].mean())
+    assert {rule: share["points"] for rule, share in told["rules"].items() if share["points"]} == scored[
+        "rule"
+    ].value_counts().to_dict()
+    for rule, share in told["rules"].items():
+        own = right[scored["rule"] == rule]
+        assert share["accuracy"] == (pytest.approx(own.mean()) if len(own) else None)
+    assert {p["label"]: p["points"] for p in told["predicted"]} == scored["label"].value_counts().to_dict()
+
+
+def test_score_tells_a_person(folder: Path, tmp_path: Path) -> None:
+    arguments = ["score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv"]
+    result = run(*arguments, "--label", "species")
+    assert result.stderr == "sepc: columns that the model does not use: id\n"
+    assert re.search(r"^all +50 +100\.0% +\d+\.\d%$", result.stdout, re.MULTILINE)
+    assert "trust >= 0.95, inside" in result.stdout
+
+
+def test_columns_are_found_by_name(folder: Path, tmp_path: Path) -> None:
+    """Order and company do not matter."""
+    shuffled = tmp_path / "shuffled.csv"
+    pd.read_csv(folder / "new.csv")[["petal width", "species", "sepal width", "petal length", "sepal length"]].assign(
+        colour="blue"
+    ).to_csv(shuffled, index=False)
+    for source, output in ((folder / "new.csv", "a.csv"), (shuffled, "b.csv")):
+        succeed("score", folder / "model.safetensors", source, "-o", tmp_path / output)
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+
+
+def test_numbers_as_labels_and_features_without_names(folder: Path, tmp_path: Path) -> None:
+    X, y = load_iris(return_X_y=True)
+    np.savez(tmp_path / "d.npz", X=X, y=y)
+    succeed("fit", tmp_path / "d.npz", "-o", tmp_path / "m.safetensors")
+    model = SEPC.load(tmp_path / "m.safetensors")
+    assert model.classes == [0, 1, 2]
+    assert model.feature_names == ("x0", "x1", "x2", "x3")
+    told = json.loads(
+        succeed("score", tmp_path / "m.safetensors", tmp_path / "d.npz", "-o", tmp_path / "s.csv", "--json")
+    )
+    assert told["accuracy"] > 0.9
+    # A model that was made without names takes columns by position.
+    SEPC.from_partition(partition(X, y)).save(tmp_path / "nameless.safetensors")
+    pd.DataFrame(X, columns=FEATURES).assign(kind=y).to_csv(tmp_path / "d.csv", index=False)
+    again = ["score", tmp_path / "nameless.safetensors", tmp_path / "d.csv", "-o", tmp_path / "t.csv"]
+    told = json.loads(succeed(*again, "--label", "kind", "--json"))
+    assert told["accuracy"] > 0.9
+    assert "has 5 columns of features and the model reads 4" in fail(*again)
+
+
+def test_labels_that_the_model_does_not_know(folder: Path, tmp_path: Path) -> None:
+    frame = pd.read_csv(folder / "new.csv")
+    frame.loc[:9, "species"] = "tulip"
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    arguments = ["score", folder / "model.safetensors", tmp_path / "new.csv", "-o", tmp_path / "s.csv"]
+    result = run(*arguments, "--label", "species", "--id", "id", "--json")
+    assert result.stderr == "sepc: labels that the model does not know count as mistakes: 'tulip'\n"
+    assert json.loads(result.stdout)["accuracy"] <= 0.8
+    (tmp_path / "s.csv").unlink()
+    assert "knows none of the labels 'flower" in fail(*arguments, "--label", "id")
+    assert not (tmp_path / "s.csv").exists()
+
+
+@pytest.mark.parametrize("source", ["new.csv", "new.parquet", "new.npz"])
+def test_explain(folder: Path, source: str) -> None:
+    model = SEPC.load(folder / "model.safetensors")
+    points = np.array(iris()[FEATURES][100:])
+    arguments = ["explain", folder / "model.safetensors", folder / source, "--row", 3, "--row", 0]
+    assert succeed(*arguments) == f"row 3: {model.explain(points, 3)}\n\nrow 0: {model.explain(points, 0)}\n"
+    told = json.loads(succeed(*arguments, "--json"))
+    assert [reason["row"] for reason in told] == [3, 0]
+    assert told[0]["label"] == model.predict(points)[3]
+    assert set(told[0]["features"]) == set(FEATURES)
+
+
+def test_explain_needs_only_the_rows_it_explains(folder: Path, tmp_path: Path) -> None:
+    frame = pd.read_csv(folder / "new.csv")
+    frame.loc[5, "petal width"] = np.nan
+    frame.to_csv(tmp_path / "new.csv", index=False)
+    arguments = ["explain", folder / "model.safetensors", tmp_path / "new.csv", "--row"]
+    assert succeed(*arguments, 3).startswith("row 3: label ")
+    assert "row 5, column 'petal width': the value is missing" in fail(*arguments, 5)
+
+
+def test_landscape(folder: Path) -> None:
+    from sepc_torch import landscape
+
+    arguments = ["landscape", folder / "train.csv", "--label", "species", "--ignore", "id"]
+    frame = iris()[:100]
+    seen = landscape(frame[FEATURES], frame["species"])
+    assert succeed(*arguments) == f"{seen}\n"
+    told = json.loads(succeed(*arguments, "--json"))
+    assert {c["label"]: c["overlap_ratio"] for c in told["classes"]} == pytest.approx(seen.overlap_ratio)
+    assert [tuple(pair["labels"]) for pair in told["pairs"]] == list(seen.pairs)
+
+
+def edited(folder: Path, tmp_path: Path, edit: Callable[[pd.DataFrame], Any]) -> Path:
+    frame = pd.read_csv(folder / "new.csv").astype(object)
+    changed = edit(frame)
+    path = tmp_path / "edited.csv"
+    (frame if changed is None else changed).to_csv(path, index=False)
+    return path
+
+
+def put(row: int, column: str, value: object) -> Callable[[pd.DataFrame], None]:
+    def edit(frame: pd.DataFrame) -> None:
+        frame.loc[row, column] = value
+
+    return edit
+
+
+MISTAKES_IN_CELLS = {
+    "text": (put(7, "petal width", "wide"), "row 7, column 'petal width': 'wide' is not a number"),
+    "missing": (put(8, "sepal width", None), "row 8, column 'sepal width': the value is missing"),
+    "infinite": (put(9, "sepal width", np.inf), "row 9, column 'sepal width': the number is infinite"),
+    "no column": (
+        lambda frame: frame.drop(columns=["petal width", "sepal width"]),
+        "has no columns 'sepal width', 'petal width'; it has 'id', 'sepal length', 'petal length', 'species'",
+    ),
+    "no rows": (lambda frame: frame[:0], "holds no rows"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_IN_CELLS)
+def test_a_mistake_in_the_data_is_named(folder: Path, tmp_path: Path, mistake: str) -> None:
+    edit, message = MISTAKES_IN_CELLS[mistake]
+    path = edited(folder, tmp_path, edit)
+    told = fail("score", folder / "model.safetensors", path, "-o", tmp_path / "s.csv")
+    assert repr(str(path)) in told
+    assert message in told
+    if mistake not in ("no column", "no rows"):
+        fitting = ["fit", path, "--label", "species", "--ignore", "id", "-o", tmp_path / "m.safetensors"]
+        assert message in fail(*fitting)
+        assert message in fail("landscape", path, "--label", "species", "--ignore", "id")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+MISTAKES_IN_FILES: dict[str, tuple[str, bytes | None, str]] = {
+    "absent": ("absent.csv", None, "There is no file"),
+    "unknown suffix": ("data.xlsx", b"x", "must end in .csv or .csv.gz or .parquet or .npz"),
+    "empty": ("data.csv", b"", "is not a usable CSV file (No columns to parse from file)"),
+    "ragged": ("data.csv", b"a,b,species\n1,2,x\n1,2,x,4,5\n", "is not a usable CSV file"),
+    "too long": ("data.csv", b"a,b,species\n1,2,3,x\n1,2,3,y\n", "is not a usable CSV file (Length of header"),
+    "not text": ("data.csv", b"\xff\xfe\x00\x01\x80", "is not a usable CSV file"),
+    "cut gzip": ("data.csv.gz", gzip.compress(b"a,species\n1,x\n" * 99)[:30], "is not a usable CSV file"),
+    "broken parquet": ("data.parquet", b"PAR1 and no more", "is not a usable PARQUET file"),
+    "broken npz": ("data.npz", b"PK\x03\x04 and no more", "is not a usable NPZ file"),
+    "other separator": ("data.csv", b"a;b;species\n1;2;x\n", "has no column 'species'; it has 'a;b;species'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_IN_FILES)
+def test_a_broken_file_is_named(folder: Path, tmp_path: Path, mistake: str) -> None:
+    name, content, message = MISTAKES_IN_FILES[mistake]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    told = fail("fit", path, "--label", "species", "-o", tmp_path / "m.safetensors")
+    assert repr(str(path)) in told
+    assert message in told
+    told = fail("score", folder / "model.safetensors", path, "--label", "species", "-o", tmp_path / "s.csv")
+    assert message in told
+    assert not [p for p in tmp_path.iterdir() if p != path]
+
+
+MISTAKES_IN_NPZ: dict[str, tuple[dict[str, Any], str]] = {
+    "no X": ({"Z": np.eye(3)}, "it needs an array 'X' and has 'Z'"),
+    "objects": ({"X": np.array([[1, "a"]], dtype=object)}, "Object arrays cannot be loaded"),
+    "one dimension": ({"X": np.arange(3.0)}, "X must have shape (points, features), it has (3,)"),
+    "names": ({"X": np.eye(3), "feature_names": ["a", "b"]}, "X has 3 columns and feature_names 2 names"),
+    "equal names": ({"X": np.eye(3), "feature_names": ["a", "b", "a"]}, "more than one column 'a'"),
+    "labels": ({"X": np.eye(3), "y": np.arange(2)}, "X has 3 rows and y has shape (2,)"),
+    "a feature y": ({"X": np.eye(2), "y": np.arange(2), "feature_names": ["x", "y"]}, "rename the feature"),
+    "complex": ({"X": np.eye(2) * 1j, "y": np.arange(2)}, "column 'x0' holds complex128, not real numbers"),
+    "no labels": ({"X": np.eye(2)}, "Which column of"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_IN_NPZ)
+def test_a_wrong_npz_is_named(tmp_path: Path, mistake: str) -> None:
+    arrays, message = MISTAKES_IN_NPZ[mistake]
+    np.savez(tmp_path / "data.npz", **arrays)
+    assert message in fail("fit", tmp_path / "data.npz", "-o", tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_mistakes_in_labels(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "m.safetensors"
+    train = folder / "train.csv"
+    assert "has no column 'kind'; it has 'id', 'sepal length'" in fail("fit", train, "--label", "kind", "-o", output)
+    assert "has no column 'ID'" in fail("fit", train, "--label", "species", "--ignore", "ID", "-o", output)
+    assert "Say so with --label; it has 'id'" in fail("fit", train, "-o", output)
+    told = fail("fit", train, "--label", "species", "-o", output)
+    assert "row 0, column 'id': 'flower" in told
+    assert "is not a number (100 such cells in the column)" in told
+    unlabelled = edited(folder, tmp_path, put(4, "species", None))
+    told = fail("fit", unlabelled, "--label", "species", "--ignore", "id", "-o", output)
+    assert "row 4, column 'species': the label is missing (1 rows in all)" in told
+    single = edited(folder, tmp_path, lambda frame: frame.assign(species="x"))
+    assert "single class 'x'" in fail("fit", single, "--label", "species", "--ignore", "id", "-o", output)
+    ignored = [item for column in ["id", *FEATURES] for item in ("--ignore", column)]
+    assert "no column of numbers besides the label" in fail("fit", train, "--label", "species", *ignored, "-o", output)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("nowhere/s.csv", "there is no folder"),
+        ("", "its name must end in .csv or .parquet"),
+        ("s.xlsx", "its name must end in .csv or .parquet"),
+        ("taken.csv", "it is a folder"),
+        ("new.csv", "overwrite their own input"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_first(
+    folder: Path, tmp_path: Path, output: str, message: str
+) -> None:
+    (tmp_path / "taken.csv").mkdir()
+    (tmp_path / "new.csv").write_bytes((folder / "new.csv").read_bytes())
+    before = sorted(tmp_path.iterdir())
+    told = fail("score", folder / "model.safetensors", tmp_path / "new.csv", "-o", tmp_path / output)
+    assert message in told
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "new.csv").read_bytes() == (folder / "new.csv").read_bytes()
+
+
+def test_fit_refuses_to_overwrite_data(folder: Path) -> None:
+    told = fail("fit", folder / "train.npz", "-o", folder / "train.csv")
+    assert "its name must end in .safetensors" in told
+
+
+def test_a_write_that_fails_halfway_leaves_the_old_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "s.csv"
+    output.write_text("old")
+
+    def full(self: pd.DataFrame, path: Path, **_: Any) -> None:
+        path.write_text("row,lab")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    assert "No space left on device" in fail("score", folder / "model.safetensors", folder / "new.csv", "-o", output)
+    assert output.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes")
+def test_scores_are_as_readable_as_other_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    succeed("score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv")
+    assert (tmp_path / "s.csv").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_mistakes_with_the_model(folder: Path, part: Partition, tmp_path: Path) -> None:
+    rest = [folder / "new.csv", "-o", tmp_path / "s.csv"]
+    assert "There is no file" in fail("score", tmp_path / "absent.safetensors", *rest)
+    assert "is not a complete safetensors file" in fail("score", folder / "new.csv", *rest)
+    part.save(tmp_path / "partition.safetensors")
+    assert "holds a partition, not a sepc" in fail("score", tmp_path / "partition.safetensors", *rest)
+    assert not (tmp_path / "s.csv").exists()
+
+
+def test_mistakes_with_rows_and_ids(folder: Path, tmp_path: Path) -> None:
+    model, new = folder / "model.safetensors", folder / "new.csv"
+    assert "has no row 50: its 50 rows count from 0" in fail("explain", model, new, "--row", 50)
+    named = pd.read_csv(new).rename(columns={"id": "trust"})
+    named.to_csv(tmp_path / "named.csv", index=False)
+    arguments = ["score", model, tmp_path / "named.csv", "-o", tmp_path / "s.csv", "--id", "trust"]
+    assert "'trust' would hide a score" in fail(*arguments)
+    assert not (tmp_path / "s.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit"],
+        ["fit", "data.csv"],
+        ["fit", "data.csv", "-o", "m.safetensors", "--max-impure", "-1"],
+        ["fit", "data.csv", "-o", "m.safetensors", "--nearest", "manhattan"],
+        ["score", "m.safetensors", "new.csv", "-o", "s.csv", "--threshold", "2"],
+        ["explain", "m.safetensors", "new.csv"],
+        ["explain", "m.safetensors", "new.csv", "--row", "first"],
+        ["dance"],
+    ],
+)
+def test_mistakes_in_the_command_line(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_an_unknown_solver_is_a_mistake_of_one_line(folder: Path, tmp_path: Path) -> None:
+    told = fail("fit", folder / "train.npz", "-o", tmp_path / "m.safetensors", "--solver", "abacus")
+    assert "abacus" in told
+
+
+def test_cells_keep_their_last_bit(rng: np.random.Generator, tmp_path: Path) -> None:
+    """Text to float64 and back, and numbers that pandas keeps as objects or nullable integers."""
+    X = rng.normal(size=(100, 2)) * 10.0 ** rng.integers(-12, 12, size=(100, 2))
+    pd.DataFrame(X, columns=["a", "b"]).to_csv(tmp_path / "d.csv", index=False)
+    np.testing.assert_array_equal(numbers(read_table(tmp_path / "d.csv"), ["a", "b"]), X)
+    frame = pd.DataFrame(
+        {"a": pd.array([1, 2], dtype="Int64"), "b": pd.array([True, False], dtype="boolean"), "c": ["1.5", "2e3"]}
+    )
+    frame.to_parquet(tmp_path / "d.parquet")
+    expected = [[1.0, 1.0, 1.5], [2.0, 0.0, 2000.0]]
+    np.testing.assert_array_equal(numbers(read_table(tmp_path / "d.parquet"), ["a", "b", "c"]), expected)
+
+
+def test_dates_are_not_numbers(tmp_path: Path) -> None:
+    pd.DataFrame({"when": pd.to_datetime(["2020-01-01", "2021-01-01"]), "y": [0, 1]}).to_parquet(tmp_path / "d.parquet")
+    told = fail("fit", tmp_path / "d.parquet", "--label", "y", "-o", tmp_path / "m.safetensors")
+    assert "column 'when' holds datetime64" in told
+
+
+def test_an_index_of_a_parquet_file_is_not_a_feature(folder: Path, tmp_path: Path) -> None:
+    pd.read_csv(folder / "new.csv").set_index("id")[::-1].to_parquet(tmp_path / "new.parquet")
+    succeed("score", folder / "model.safetensors", tmp_path / "new.parquet", "-o", tmp_path / "s.csv")
+    succeed("score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "t.csv")
+    backward, forward = pd.read_csv(tmp_path / "s.csv"), pd.read_csv(tmp_path / "t.csv")
+    assert backward["label"].tolist() == forward["label"].tolist()[::-1]
+    assert backward["row"].tolist() == forward["row"].tolist()
+
+
+def test_as_a_program(folder: Path, tmp_path: Path) -> None:
+    """In a process of its own, with warnings as errors: results on standard output, mistakes on standard error."""
+    command = [sys.executable, "-W", "error", "-m", "sepc_torch.cli"]
+    score = ["score", str(folder / "model.safetensors"), str(folder / "new.csv"), "-o", str(tmp_path / "s.csv")]
+    done = subprocess.run([*command, *score, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["output"] == str(tmp_path / "s.csv")
+    done = subprocess.run(
+        [*command, "score", "a", "b", "-o", "c"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_is_quick() -> None:
+    """It loads neither torch nor pandas."""
+    code = (
+        "import sys; import sepc_torch.cli; print(sorted({'torch', 'pandas', 'sklearn', 'cvxpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_demo(tmp_path: Path) -> None:
+    printed = succeed("demo", tmp_path / "shown")
+    written = {path.name for path in (tmp_path / "shown").iterdir()}
+    assert written == {"wdbc.partition.safetensors", "wdbc.safetensors", "moons.png", "moons-decisions.png"}
+    assert all(name in printed for name in written)
+    for said in ("OUTSIDE", "of the records, ", "A trusted record", "A record far outside", "A mistake", "runner-up"):
+        assert said in printed
+    assert SEPC.load(tmp_path / "shown" / "wdbc.safetensors").dim == 30
+    assert Partition.load(tmp_path / "shown" / "wdbc.partition.safetensors").dim == 30
+    assert all((tmp_path / "shown" / name).stat().st_size > 50_000 for name in ("moons.png", "moons-decisions.png"))

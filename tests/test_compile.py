@@ -1,0 +1,53 @@
+"""torch.compile without graph breaks and torch.export, in a process of their own.
+
+The shape checks that the other tests run under are plain Python around every function, which the compiler cannot
+trace; users do not have them. Graphs are captured and run without a code generator, so that no C++ compiler is
+needed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PRELUDE = """
+    import numpy as np, torch
+    from sepc_torch import SEPC, EllipsoidBank, TrustHead, partition
+    rng = np.random.default_rng(SEED)
+    y = rng.integers(0, 3, 240)
+    x = rng.normal(size=(240, 4)) + 2.0 * rng.normal(size=(3, 4))[y]
+    z = torch.from_numpy(np.concatenate([x, 4 * x])).float()
+    def same(a, b):
+        a, b = (a, b) if isinstance(a, tuple) else ((a,), (b,))
+        return all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
+    def check(module, *args):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert same(compiled(*args), module(*args))
+        assert same(compiled(*(a[:7] for a in args)), module(*(a[:7] for a in args)))
+        batch = torch.export.Dim("batch", min=2)
+        program = torch.export.export(module, args, dynamic_shapes=tuple({0: batch} for _ in args))
+        assert same(program.module()(*args), module(*args))
+        assert same(program.module()(*(a[:5] for a in args)), module(*(a[:5] for a in args)))
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "check(SEPC.from_partition(partition(x, y)).bank, z)",
+        "check(SEPC.from_partition(partition(x, y)), z)",
+        "check(SEPC.from_partition(partition(x, y), 'euclidean'), z)",
+        "check(SEPC.from_partition(partition(x, y)), z, torch.from_numpy(np.concatenate([y, y])))",
+        "check(TrustHead.fit(x, y, dim=3), z, torch.randn(480, 3))",
+    ],
+    ids=["bank", "sepc", "euclidean", "given labels", "head"],
+)
+def test_compiles_and_exports(rng: object, body: str) -> None:
+    seed = int(rng.integers(2**31))  # type: ignore[attr-defined]
+    script = textwrap.dedent(PRELUDE).replace("SEED", str(seed)) + body
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr

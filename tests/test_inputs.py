@@ -1,0 +1,212 @@
+"""Bad input is refused before any work, with what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+import torch
+
+from sepc_torch import landscape, partition
+from sepc_torch.inputs import training_set
+from sepc_torch.separating import Separator
+
+ROOT = Path(__file__).resolve().parent.parent
+X = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]])
+Y = ["a", "a", "a", "b", "b", "b"]
+
+
+@pytest.fixture(autouse=True)
+def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> NoReturn:
+        pytest.fail("the work began before the input was checked")
+
+    monkeypatch.setattr(Separator, "separate", begin)
+
+
+def with_value(value: float) -> Any:
+    x = X.copy()
+    x[4, 1] = value
+    return x
+
+
+BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "NaN": (lambda: with_value(np.nan), ValueError, "1 NaN or infinite values, the first in row 4, column 1.*Drop"),
+    "infinity": (lambda: with_value(-np.inf), ValueError, "1 NaN or infinite values, the first in row 4, column 1"),
+    "NaN in a frame": (
+        lambda: pd.DataFrame(with_value(np.nan), columns=["length", "width"]),
+        ValueError,
+        "first in row 4, column 'width'",
+    ),
+    "missing value in a frame": (
+        lambda: pd.DataFrame({"a": pd.array([1, 2, 3, None, 5, 6], dtype="Int64"), "b": range(6)}),
+        ValueError,
+        "row 3, column 'a'",
+    ),
+    "one dimension": (lambda: X[:, 0], ValueError, r"shape \(points, features\), got shape \(6,\)"),
+    "three dimensions": (lambda: X[None], ValueError, r"shape \(points, features\), got shape \(1, 6, 2\)"),
+    "no rows": (lambda: X[:0], ValueError, r"non-empty.*\(0, 2\)"),
+    "no features": (lambda: X[:, :0], ValueError, r"non-empty.*\(6, 0\)"),
+    "too few rows": (lambda: X[:5], ValueError, "5 rows and y has 6 labels"),
+    "text column": (
+        lambda: pd.DataFrame({"a": range(6), "town": list("abcdef")}),
+        TypeError,
+        r"columns that are not numbers: town\. Encode or drop",
+    ),
+    "date column": (
+        lambda: pd.DataFrame({"a": range(6), "day": pd.date_range("2024-01-01", periods=6)}),
+        TypeError,
+        "not numbers: day",
+    ),
+    "objects": (lambda: X.astype(object), TypeError, r"Python objects.*X\.astype\(float\)"),
+    "text": (lambda: X.astype(str), TypeError, "must hold real numbers, got dtype <U"),
+    "complex numbers": (lambda: X.astype(complex), TypeError, "must hold real numbers, got dtype complex128"),
+    "complex tensor": (lambda: torch.from_numpy(X).to(torch.complex64), TypeError, "must hold real numbers"),
+    "sparse matrix": (lambda: scipy.sparse.csr_matrix(X), TypeError, r"sparse.*toarray\(\).*TruncatedSVD"),
+    "sparse array": (lambda: scipy.sparse.coo_array(X), TypeError, r"sparse.*toarray\(\)"),
+    "sparse tensor": (lambda: torch.from_numpy(X).to_sparse(), TypeError, r"(?i)sparse.*dense"),
+    "ragged rows": (lambda: [[1.0, 2.0], [3.0]] * 3, ValueError, r"shape"),
+    "too many features": (
+        lambda: np.arange(60.0).reshape(6, 10) ** 2,
+        ValueError,
+        r"3 at most, 10 features.*fewer dimensions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_POINTS)
+def test_points_that_cannot_be_used(case: str) -> None:
+    make, error, message = BAD_POINTS[case]
+    for use in (partition, landscape):
+        with pytest.raises(error, match=message):
+            use(make(), Y)
+
+
+BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
+    "one class": (["a"] * 6, ValueError, "single class 'a'; a partition separates at least two"),
+    "too few": (Y[:5], ValueError, "6 rows and y has 5 labels"),
+    "none": ([], ValueError, "y is empty"),
+    "a scalar": (1, ValueError, r"one-dimensional.*shape \(\)"),
+    "one-hot": (np.eye(2)[[0, 0, 0, 1, 1, 1]], ValueError, r"one-dimensional.*shape \(6, 2\)"),
+    "None": ([*Y[:5], None], ValueError, "missing labels.*Drop those rows"),
+    "NaN among numbers": ([0.0, 0.0, 0.0, 1.0, 1.0, np.nan], ValueError, "missing labels.*Drop those rows"),
+    "NaN among text": ([*Y[:5], np.nan], ValueError, "missing labels.*Drop those rows"),
+    "missing in a Series": (pd.Series([*Y[:5], None]), ValueError, "missing labels.*Drop those rows"),
+    "NA in a Series": (pd.Series([*Y[:5], pd.NA], dtype=object), ValueError, "missing labels.*Drop those rows"),
+    "text and numbers": ([1, 1, 1, "b", "b", "b"], TypeError, "mixes labels of the types int, str"),
+    "text and numbers as objects": (
+        np.array([1, 1, 1, "b", "b", "b"], dtype=object),
+        TypeError,
+        "mixes labels of the types int, str",
+    ),
+    "dates": (np.array(["2024-01-01", "2024-01-02"] * 3, dtype="M8[D]"), TypeError, "numbers, strings or booleans"),
+    "bytes": (np.array([b"a", b"b"] * 3), TypeError, "numbers, strings or booleans"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LABELS)
+def test_labels_that_cannot_be_used(case: str) -> None:
+    labels, error, message = BAD_LABELS[case]
+    with pytest.raises(error, match=message):
+        partition(X, labels)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (["a", "b", "c"], r"classes names \['c'\], but y holds no point of that label"),
+        (["a"], r"y holds the labels \['b'\], which classes=\['a'\] does not name"),
+        (["a", "b", "a"], "classes names a label twice"),
+        ([0, 1], r"classes names \[0, 1\], but y holds no point"),
+        ([], "classes is empty"),
+    ],
+)
+def test_classes_that_do_not_fit(classes: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(X, Y, classes=classes)
+
+
+def test_good_input_reaches_the_work() -> None:
+    with pytest.raises(pytest.fail.Exception, match="the work began"):
+        partition(X, Y)
+
+
+def test_a_single_point_beside_many_is_enough() -> None:
+    """Only a set in which no class reaches as many points as features is refused."""
+    data = training_set(np.concatenate([X, [[9.0, 9.0]]]), [*"aaaaaa", "b"])
+    assert np.bincount(data.codes).tolist() == [6, 1]
+
+
+# Arguments are given as a user would, where nothing but our own checks stands in between: the type checks of these
+# tests would catch most of them first. All cases share one interpreter.
+BAD_ARGUMENTS = {
+    "max_impure=-1": ("ValueError", "max_impure must be an integer of at least 0, got -1"),
+    "max_impure=2.0": ("TypeError", "max_impure must be an integer, got 2.0"),
+    "max_impure=True": ("ValueError", "max_impure must be an integer of at least 0, got True"),
+    "max_impure='2'": ("TypeError", "max_impure must be an integer, got '2'"),
+    "max_impure=None": ("TypeError", "max_impure must be an integer, got None"),
+    "floor=0": ("ValueError", "floor must be a positive number of standard deviations, got 0"),
+    "floor=-1e-3": ("ValueError", "floor must be a positive number of standard deviations, got -0.001"),
+    "floor=float('nan')": ("ValueError", "floor must be a positive number of standard deviations, got nan"),
+    "floor=float('inf')": ("ValueError", "floor must be a positive number of standard deviations, got inf"),
+    "floor='thin'": ("TypeError", "floor must be a positive number of standard deviations, got 'thin'"),
+    "floor=None": ("TypeError", "floor must be a positive number of standard deviations, got None"),
+    "solver='clarabel!'": ("ValueError", "solver"),
+    "solver=None": ("ValueError", "solver"),
+    "progress='yes'": ("ValueError", "progress must be 'auto', True or False, got 'yes'"),
+    "progress=None": ("ValueError", "progress must be 'auto', True or False, got None"),
+    "progress=2": ("ValueError", "progress must be 'auto', True or False, got 2"),
+}
+GOOD_ARGUMENTS = ["max_impure=np.int64(2)", "max_impure=0", "floor=1", "floor=np.float32(0.01)", "progress=False"]
+
+SCRIPT = f"""
+import json
+import numpy as np
+from sepc_torch import partition
+from sepc_torch.separating import Separator
+class Begun(Exception): pass
+def begin(*_): raise Begun("the work began")
+Separator.separate = begin
+X, Y = np.array({X.tolist()}), {Y}
+def outcome(arguments):
+    try:
+        eval(f"partition(X, Y, {{arguments}})")
+    except Exception as error:
+        return type(error).__name__, str(error)
+print(json.dumps({{case: outcome(case) for case in {[*BAD_ARGUMENTS, *GOOD_ARGUMENTS]}}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[str, str]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_arguments_that_make_no_sense(outcomes: dict[str, tuple[str, str]], case: str) -> None:
+    kind, message = BAD_ARGUMENTS[case]
+    found, text = outcomes[case]
+    assert message in text
+    assert found == kind
+
+
+def test_an_unknown_solver_is_told_the_known_ones(outcomes: dict[str, tuple[str, str]]) -> None:
+    _, text = outcomes["solver='clarabel!'"]
+    assert all(word in text for word in ("clarabel!", "native", "CLARABEL"))
+
+
+@pytest.mark.parametrize("case", GOOD_ARGUMENTS)
+def test_arguments_that_do(outcomes: dict[str, tuple[str, str]], case: str) -> None:
+    assert outcomes[case][0] == "Begun"

@@ -1,0 +1,109 @@
+"""Cells, counts and reach against a table of every point in every ellipsoid."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sepc_torch import partition
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
+from sepc_torch.ledger import RESOLUTION, Ledger, ledger
+from sepc_torch.shapes import Array
+
+
+def random_ellipsoids(rng: np.random.Generator, count: int, dim: int) -> list[Ellipsoid]:
+    return [Ellipsoid(rng.normal(size=dim), np.triu(rng.normal(size=(dim, dim))) + np.eye(dim)) for _ in range(count)]
+
+
+def brute_cells(
+    ellipsoids: list[Ellipsoid], points: Array, codes: Array, classes: int
+) -> dict[tuple[bool, ...], list[int]]:
+    """Pattern of membership -> points of each class, one point at a time."""
+    table: dict[tuple[bool, ...], list[int]] = {}
+    for z, code in zip(points, codes, strict=True):
+        pattern = tuple(bool(np.linalg.norm(e.whitener @ (z - e.center)) <= 1 + SURFACE_TOLERANCE) for e in ellipsoids)
+        table.setdefault(pattern, [0] * classes)[code] += 1
+    return table
+
+
+def as_table(found: Ledger) -> dict[tuple[bool, ...], list[int]]:
+    return {tuple(cell): counts for cell, counts in zip(found.cells.tolist(), found.counts.tolist(), strict=True)}
+
+
+@pytest.mark.parametrize("ellipsoids", [1, 5, 8, 23])
+def test_cells_are_the_distinct_patterns(rng: np.random.Generator, ellipsoids: int) -> None:
+    """Numbers around whole bytes too: patterns are packed on the way."""
+    es = random_ellipsoids(rng, ellipsoids, 3)
+    points, codes = rng.normal(size=(300, 3)), rng.integers(0, 4, size=300)
+    found = ledger(es, points, codes, 4)
+    assert as_table(found) == brute_cells(es, points, codes, 4)
+    assert len(as_table(found)) == len(found.cells), "a cell is there twice"
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_cells_of_a_partition(rng: np.random.Generator, classes: int) -> None:
+    """Every training point counts once, those on the surface of an ellipsoid as inside."""
+    y = np.arange(90) % classes
+    x = rng.normal(size=(90, 2)) + y[:, None]
+    part = partition(x, y)
+    assert part.counts.sum(axis=0).tolist() == part.class_counts.tolist()
+    assert as_table(part.ledger) == brute_cells(list(part.ellipsoids), x, y, classes)
+    assert part.cells.any(axis=1).all(), "a training point lies in no ellipsoid"
+
+
+def true_counts(e: Ellipsoid, points: Array, codes: Array, classes: int, distance: float) -> list[int]:
+    reached = codes[e.distance(points) <= distance * (1 + SURFACE_TOLERANCE)]
+    return [int(np.count_nonzero(reached == c)) for c in range(classes)]
+
+
+def some_distances(rng: np.random.Generator, e: Ellipsoid, points: Array) -> list[float]:
+    """Beside and at the distances of training points, nowhere and everywhere."""
+    at = rng.choice(e.distance(points), size=12)
+    return [0.0, *at, *(at * (1 - 1e-3)), *(at * (1 + 1e-3)), float(e.distance(points).max()), 1e9]
+
+
+def test_the_reach_of_small_classes_is_exact(rng: np.random.Generator) -> None:
+    """Classes of different size, the largest as large as is kept in full, one with equal points."""
+    sizes = [RESOLUTION, 7, 60]
+    codes = rng.permutation(np.repeat([0, 1, 2], sizes))
+    points = rng.normal(size=(len(codes), 2))
+    points[codes == 2] = points[codes == 2][rng.integers(0, 5, size=60)]
+    es = random_ellipsoids(rng, 3, 2)
+    found = ledger(es, points, codes, 3)
+    assert found.count_error == 0
+    for k, e in enumerate(es):
+        for distance in some_distances(rng, e, points):
+            assert found.reached(k, distance).tolist() == true_counts(e, points, codes, 3, distance)
+
+
+@pytest.mark.parametrize("size", [RESOLUTION + 1, 2 * RESOLUTION, 5 * RESOLUTION + 17])
+def test_the_reach_of_large_classes_is_short_by_the_stated_error(rng: np.random.Generator, size: int) -> None:
+    codes = rng.permutation(np.repeat([0, 1], [size, 50]))
+    points = rng.normal(size=(len(codes), 2))
+    es = random_ellipsoids(rng, 2, 2)
+    found = ledger(es, points, codes, 2)
+    assert found.count_error == -(-size // RESOLUTION) - 1, "ranks are not spread evenly"
+    left_out = np.setdiff1d(np.arange(1, size + 1), found.ranks[0])
+    shortfalls = []
+    for k, e in enumerate(es):
+        # The distances of points that were left out are where counts fall short.
+        between = np.sort(e.distance(points[codes == 0]))[rng.choice(left_out, size=20) - 1]
+        for distance in [*some_distances(rng, e, points), *between]:
+            large, small = found.reached(k, distance).tolist()
+            true_large, true_small = true_counts(e, points, codes, 2, distance)
+            shortfalls.append(true_large - large)
+            assert small == true_small
+        assert found.reached(k, np.inf).tolist() == [size, 50]
+    assert min(shortfalls) >= 0
+    assert max(shortfalls) <= found.count_error
+    assert max(shortfalls) > 0, "the bound was not put to the test"
+
+
+def test_no_training_point_can_be_read_back(rng: np.random.Generator) -> None:
+    """What is kept per ellipsoid does not grow with the training set."""
+    es = random_ellipsoids(rng, 2, 2)
+    shapes = set()
+    for size in (4 * RESOLUTION, 8 * RESOLUTION):
+        found = ledger(es, rng.normal(size=(size, 2)), np.arange(size) % 2, 2)
+        shapes.add((found.reach.shape, found.ranks.shape))
+    assert shapes == {((2, 2, RESOLUTION), (2, RESOLUTION))}

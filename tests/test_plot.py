@@ -1,0 +1,128 @@
+"""Pictures show what the partition holds: every ellipse, every isolated point, every hyperplane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from sepc_torch import Ellipsoid, Kind, Partition, demo, partition
+from sepc_torch.plot import draw_partition, outline
+from sepc_torch.shapes import Array
+
+
+@pytest.fixture(autouse=True)
+def _no_windows() -> Iterator[None]:
+    mpl.use("Agg")
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def drawn(rng: np.random.Generator) -> tuple[Partition, Array, Array]:
+    """Two overlapping classes, a third far away, and a fourth of a single point."""
+    y = np.append(np.arange(90) % 3, 3)
+    x = rng.normal(size=(91, 2)) + np.array([0.0, 1.0, 12.0, -9.0])[y, None]
+    return partition(x, y), x, y
+
+
+@pytest.mark.parametrize("points", [3, 200])
+def test_the_outline_is_the_surface(rng: np.random.Generator, points: int) -> None:
+    e = Ellipsoid(rng.normal(scale=5, size=2), rng.normal(size=(2, 2)) + 2 * np.eye(2))
+    line = outline(e, points)
+    assert line.shape == (points, 2)
+    np.testing.assert_allclose(e.distance(line), 1.0, rtol=1e-9)
+    np.testing.assert_allclose(line[0], line[-1], atol=1e-9)  # closed
+
+
+def test_the_outline_goes_all_the_way_round(rng: np.random.Generator) -> None:
+    e = Ellipsoid(rng.normal(size=2), np.diag(rng.uniform(0.1, 10, size=2)))
+    line = outline(e, 400)
+    np.testing.assert_allclose(np.ptp(line, axis=0), 2 / np.diag(e.whitener), rtol=1e-3)
+
+
+def test_only_ellipses_have_an_outline() -> None:
+    with pytest.raises(ValueError, match="3 dimensions"):
+        outline(Ellipsoid.ball(np.zeros(3), 1.0))
+
+
+def lines(ax: Axes, points: int, style: str | None = None) -> list[Array]:
+    """The lines of so many points, in any or the given style: ellipses have 200, hyperplanes 2, rings 1."""
+    found = [np.asarray(line.get_xydata()) for line in ax.lines if style in (None, line.get_linestyle())]
+    return [line for line in found if len(line) == points]
+
+
+def test_every_ellipsoid_is_drawn(drawn: tuple[Partition, Array, Array]) -> None:
+    part, x, y = drawn
+    ax = draw_partition(part, x, y)
+    ellipses = [e for e in part.ellipsoids if e.kind is not Kind.ISOLATED]
+    isolated = [e for e in part.ellipsoids if e.kind is Kind.ISOLATED]
+    assert ellipses
+    assert isolated
+    outlines = lines(ax, 200)
+    assert len(outlines) == len(ellipses)
+    for e in ellipses:
+        assert any(np.allclose(e.distance(line), 1.0) for line in outlines)
+    rings = lines(ax, 1)
+    assert sorted(map(tuple, np.concatenate(rings))) == sorted(tuple(e.center) for e in isolated)
+    assert len(lines(ax, 200, "--")) == sum(e.kind is Kind.TERMINAL for e in ellipses)
+
+
+def test_every_point_is_drawn(drawn: tuple[Partition, Array, Array]) -> None:
+    part, x, y = drawn
+    ax = draw_partition(part, x, y)
+    offsets = np.concatenate([np.asarray(c.get_offsets()) for c in ax.collections])
+    assert sorted(map(tuple, offsets)) == sorted(map(tuple, x))
+
+
+def test_hyperplanes_lie_halfway(rng: np.random.Generator) -> None:
+    y = np.arange(60) % 2
+    x = rng.normal(size=(60, 2)) + y[:, None]
+    part = partition(x, y)
+    assert part.hyperplanes
+    segments = lines(draw_partition(part, x, y), 2)
+    for h in part.hyperplanes:
+        middle = 0.5 * (h.alpha + h.beta)
+        on_it = [np.allclose(segment @ h.w, middle, rtol=1e-6, atol=1e-9) for segment in segments]
+        # The cut between two halves of the points runs through the picture, which is larger than they are.
+        assert any(on_it)
+    assert lines(draw_partition(part, x, y, hyperplanes=False), 2) == []
+
+
+def test_it_draws_where_it_is_told(drawn: tuple[Partition, Array, Array], tmp_path: Path) -> None:
+    part, x, y = drawn
+    figure, (left, right) = plt.subplots(1, 2)
+    assert draw_partition(part, x, y, ax=right) is right
+    assert not left.lines
+    figure.savefig(tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_axes_carry_the_names_of_the_features(rng: np.random.Generator) -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame(rng.normal(size=(30, 2)), columns=["length", "width"])
+    ax = draw_partition(partition(frame, np.arange(30) % 2), frame, np.arange(30) % 2)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("length", "width")
+
+
+def test_the_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "folder"
+    demo.main(folder)
+    printed = capsys.readouterr().out
+    written = sorted(folder.iterdir())
+    assert written
+    assert str(folder) in printed
+    for path in written:
+        assert path.name in printed
+        assert path.stat().st_size > 0
+    assert str(Partition.load(folder / "wdbc.partition.safetensors")) in printed
+    pictures = [path for path in written if path.suffix == ".png"]
+    assert pictures
+    for picture in pictures:
+        assert plt.imread(picture).std() > 0.01, "the picture is empty"

@@ -1,0 +1,106 @@
+"""The bar shows when someone is waiting at a terminal, or when asked for, and never otherwise."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+from sepc_torch import partition, progress
+from sepc_torch.progress import Bar, Choice
+
+
+class Screen(io.StringIO):
+    """Standard error as a terminal, or not."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's shell says about terminals must not decide these tests."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, choice: Choice, *, terminal: bool, patience: float) -> str:
+    screen = Screen(terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    with Bar("counting sheep", 3, choice) as bar:
+        for _ in range(3):
+            bar.advance(1)
+    return screen.getvalue()
+
+
+def test_a_waiting_user_sees_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "counting sheep" in shown(monkeypatch, "auto", terminal=True, patience=-1.0)
+
+
+def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, "auto", terminal=True, patience=60.0) == ""
+
+
+def test_logs_stay_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, "auto", terminal=False, patience=-1.0) == ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_it_shows_when_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    text = shown(monkeypatch, True, terminal=terminal, patience=60.0)
+    assert "counting sheep" in text
+    assert "100%" in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_it_never_shows_when_not(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    assert shown(monkeypatch, False, terminal=terminal, patience=-1.0) == ""
+
+
+def test_the_terminal_is_left_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+
+    def interrupted() -> None:
+        with Bar("counting sheep", 3, True):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    hidden, visible = (screen.getvalue().rfind(code) for code in ("\x1b[?25l", "\x1b[?25h"))
+    assert 0 <= hidden < visible, "the cursor stays hidden"
+
+
+def test_a_partition_is_silent(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", -1.0)
+    partition(rng.normal(size=(40, 2)), np.arange(40) % 3)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_every_point_is_counted_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, classes: int) -> None:
+    """The bar of a fit ends at its total."""
+    totals, steps = [], []
+
+    class Counting(Bar):
+        def __init__(self, description: str, total: int, choice: Choice) -> None:
+            super().__init__(description, total, choice)
+            totals.append(total)
+
+        def advance(self, units: int) -> None:
+            steps.append(units)
+
+    monkeypatch.setattr("sepc_torch.partitioning.Bar", Counting)
+    partition(rng.normal(size=(60, 2)), np.arange(60) % classes)
+    assert totals == [60]
+    assert sum(steps) == 60

@@ -1,0 +1,195 @@
+"""Rules and their ties: a Venn diagram worked out by hand, and a slow reference on random partitions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from sepc_torch import SEPC, Kind, Partition, Rule, partition
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.ledger import ledger
+from sepc_torch.partition_record import PartitionEllipsoid
+from sepc_torch.rules import NEAREST_TIE
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+
+
+def frozen(balls: list[tuple[list[float], float, int]], points: list[tuple[list[float], int]], classes: int) -> SEPC:
+    """A model of given balls (centre, radius, class) and training points (place, class)."""
+    z, codes = np.array([p for p, _ in points]), np.array([c for _, c in points])
+    none = np.zeros(0, dtype=np.int64)
+    plain = [
+        PartitionEllipsoid(np.array(c), np.eye(len(c)) / r, label, Kind.FIRST, 1, none, 0, none, 0.0, 0.0)
+        for c, r, label in balls
+    ]
+    held = ledger(plain, z, codes, classes)
+    inside = held.cells.T.astype(np.int64) @ held.counts
+    es = tuple(
+        PartitionEllipsoid(e.center, e.whitener, e.label, e.kind, 1, none, 0, inside[k], 0.0, 0.0)
+        for k, e in enumerate(plain)
+    )
+    totals = np.bincount(codes, minlength=classes).astype(np.int64)
+    made = {"max_impure": 2}
+    part = Partition(es, (), np.arange(classes), totals, np.ones(z.shape[1]), held, None, made)
+    return SEPC.from_partition(part, dtype=torch.float64)
+
+
+# Three discs: A (class 0) around (0, 0), B (class 1) around (2, 0), C (class 2) around (1, 2), radius 1.5 each.
+#
+#   A and B share a lens around (1, 0), A and C one around (0.5, 1), B and C one around (1.5, 1), and all three (1,
+# 0.7).
+VENN = [([0.0, 0.0], 1.5, 0), ([2.0, 0.0], 1.5, 1), ([1.0, 2.0], 1.5, 2)]
+TRAIN = [
+    *([([-1.0, 0.0], 0)] * 4),  # only in A
+    *([([3.0, 0.0], 1)] * 2),  # only in B
+    *([([1.0, 3.0], 2)] * 2),  # only in C
+    *([([1.0, -0.5], 0)] * 2),  # in A and B: two of class 0 ...
+    ([1.0, -0.4], 1),  # ... and one of class 1
+    ([1.5, 1.1], 1),  # in B and C: one of each, a tie
+    ([1.6, 1.0], 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("point", "rule", "label", "counts"),
+    [
+        # A holds four of its own, the two and the one of the lens.
+        ([-1.0, 0.5], Rule.SINGLE, 0, [6, 1, 0]),
+        # B holds its two, the lens with A (2, 1) and the lens with C (1, 1).
+        ([3.2, 0.1], Rule.SINGLE, 1, [2, 4, 1]),
+        # In A and B: their lens holds two of class 0 and one of class 1.
+        ([1.0, -0.6], Rule.OVERLAP, 0, [2, 1, 0]),
+        # In B and C: one each is a tie, so the union of B and C decides: class 0: 2, class 1: 2 + 1 + 1, class 2: 2
+        # + 1.
+        ([1.6, 1.1], Rule.UNION, 1, [2, 4, 3]),
+        # In A and C: no training point in both, so their union decides: class 0: 6, class 1: 2, class 2: 3.
+        ([0.3, 1.0], Rule.UNION, 0, [6, 2, 3]),
+        # In all three: none in the intersection; all points are in the union: class 0: 6, class 1: 4, class 2: 3.
+        ([1.0, 0.7], Rule.UNION, 0, [6, 4, 3]),
+        # On the surface of A counts as inside.
+        ([-1.5, 0.0], Rule.SINGLE, 0, [6, 1, 0]),
+        # Outside, nearest B at (4.25, 0): expanded by 1.5 to radius 2.25 it reaches x >= -0.25 and C's points at (1, 3)
+        # are sqrt(10) away: the same points as B holds.
+        ([4.25, 0.0], Rule.OUTSIDE, 1, [2, 4, 1]),
+        # Far to the left: A expanded to radius 3 reaches all but C's own two at distance sqrt(10); B's two are at 3.
+        ([-3.0, 0.0], Rule.OUTSIDE, 0, [6, 4, 1]),
+        # Equally far from A and B, below them, at distance 2: the expansions hold (6, 2, 1) and (2, 4, 1).
+        # Least of both: (2, 2, 1), a tie; greatest of both: (6, 4, 1), class 0.
+        ([1.0, -np.sqrt(8.0)], Rule.OUTSIDE, 0, [6, 4, 1]),
+    ],
+)
+def test_the_venn_diagram(point: list[float], rule: Rule, label: int, counts: list[int]) -> None:
+    sepc = frozen(VENN, TRAIN, 3)
+    z = torch.tensor([point], dtype=torch.float64)
+    out = sepc(z)
+    assert Rule(int(out.rule[0])) is rule
+    assert int(out.label[0]) == label
+    found = sepc.explain(z, 0)
+    assert list(found.details["counts"].values()) == counts  # type: ignore[union-attr]
+
+
+def test_a_tie_in_the_union_goes_to_the_nearest() -> None:
+    balls = [([0.0, 0.0], 1.0, 0), ([1.0, 0.0], 1.0, 1)]
+    train = [([-0.5, 0.0], 0), ([1.5, 0.0], 1)]
+    sepc = frozen(balls, train, 2)
+    out = sepc(torch.tensor([[0.4, 0.0], [0.6, 0.0]], dtype=torch.float64))
+    assert out.rule.tolist() == [Rule.UNION, Rule.UNION]
+    assert out.label.tolist() == [0, 1]
+    assert out.trust.tolist() == pytest.approx([4 / 5, 4 / 5])  # (1+1)(1+1) against 1·1
+
+
+def test_a_tie_between_equal_distances_outside() -> None:
+    """Two discs equally near, each with its own class only: nothing is in both, and the larger class has the union."""
+    balls = [([-2.0, 0.0], 1.0, 0), ([2.0, 0.0], 1.0, 1)]
+    train = [([-2.0, 0.5], 0), ([2.0, 0.5], 1), ([2.0, -0.5], 1)]
+    out = frozen(balls, train, 2)(torch.tensor([[0.0, 0.0]], dtype=torch.float64))
+    assert out.rule.tolist() == [Rule.OUTSIDE]
+    assert out.label.tolist() == [1]
+
+
+class Reference(NamedTuple):
+    label: int
+    rule: Rule
+    counts: list[int]
+
+
+def reference(part: Partition, reach: Array, codes: Array, z: Array) -> Reference:
+    """The rules of the paper for one point, by sets and loops over the training points."""
+    limit = 1 + SURFACE_TOLERANCE
+    classes = range(len(part.classes))
+    owner = part.codes
+    d = [float(e.distance(z)[0]) for e in part.ellipsoids]
+    members = [{i for i in range(len(reach)) if reach[i, k] <= limit} for k in range(len(d))]
+
+    def tally(rows: set[int]) -> list[int]:
+        return [sum(1 for i in rows if codes[i] == c) for c in classes]
+
+    def winner(counts: list[int]) -> int | None:
+        best = [c for c in classes if counts[c] == max(counts)]
+        return best[0] if len(best) == 1 else None
+
+    holding = [k for k in range(len(d)) if d[k] <= limit]
+    if len(holding) == 1:
+        return Reference(int(owner[holding[0]]), Rule.SINGLE, tally(members[holding[0]]))
+    if len(holding) > 1:
+        common = tally(set.intersection(*(members[k] for k in holding)))
+        if winner(common) is not None:
+            return Reference(winner(common), Rule.OVERLAP, common)  # type: ignore[arg-type]
+        union = tally(set.union(*(members[k] for k in holding)))
+        label = winner(union)
+        if label is None:
+            tied = [c for c in classes if union[c] == max(union)]
+            label = min(tied, key=lambda c: min((d[k] for k in range(len(d)) if owner[k] == c), default=np.inf))
+        return Reference(label, Rule.UNION, union)
+    nearest = int(np.argmin(d))
+    assert sum(v <= d[nearest] * (1 + NEAREST_TIE) for v in d) == 1, "a random point is never equally near to two"
+    expanded = {i for i in range(len(reach)) if reach[i, nearest] <= d[nearest] * limit}
+    return Reference(int(owner[nearest]), Rule.OUTSIDE, tally(expanded))
+
+
+@pytest.mark.parametrize(("classes", "dim", "max_impure"), [(2, 2, 0), (2, 3, 5), (3, 2, 3), (4, 2, 1)])
+def test_agrees_with_the_reference(rng: Rng, classes: int, dim: int, max_impure: int) -> None:
+    codes = rng.integers(0, classes, 120)
+    x = rng.normal(size=(120, dim)) + 1.2 * rng.normal(size=(classes, dim))[codes]
+    part = partition(x, codes, max_impure=max_impure)
+    sepc = SEPC.from_partition(part, dtype=torch.float64)
+    z = np.concatenate([2.0 * rng.normal(size=(60, dim)), x[:30]])
+    out = sepc(torch.from_numpy(z))
+    _, found = sepc._resolve(torch.from_numpy(z))
+    reach = part.distances(x)
+    for i in range(len(z)):
+        expected = reference(part, reach, codes, z[i])
+        assert Rule(int(out.rule[i])) is expected.rule
+        assert int(out.label[i]) == expected.label
+        assert found.counts[i].tolist() == expected.counts
+
+
+def test_every_rule_occurs_in_an_overlapping_set(rng: Rng) -> None:
+    codes = rng.integers(0, 2, 400)
+    x = rng.normal(size=(400, 2)) + 1.0 * codes[:, None]
+    sepc = SEPC.from_partition(partition(x, codes, max_impure=3))
+    rules = sepc(torch.from_numpy(2.5 * rng.normal(size=(20_000, 2))).float()).rule
+    assert set(rules.tolist()) == {0, 1, 2, 3}
+
+
+def test_thinned_reach_errs_by_no_more_than_it_says(rng: Rng) -> None:
+    """A class of more points than distances are kept: counts outside fall short by at most the stated error."""
+    codes = np.repeat([0, 1], [3000, 300])
+    x = rng.normal(size=(3300, 2)) + 4.0 * codes[:, None]
+    part = partition(x, codes, max_impure=20)
+    assert part.ledger.count_error == int(np.ceil(3000 / 512)) - 1
+    sepc = SEPC.from_partition(part, dtype=torch.float64)
+    z = 8.0 * rng.normal(size=(200, 2))
+    distance, found = sepc._resolve(torch.from_numpy(z))
+    outside = (found.rule == int(Rule.OUTSIDE)).numpy()
+    assert outside.any()
+    for i in np.flatnonzero(outside):
+        k = int(found.nearest[i])
+        within = part.ellipsoids[k].distance(x) <= float(distance[i, k]) * (1 + SURFACE_TOLERANCE)
+        short = np.bincount(codes[within], minlength=2) - found.counts[i].numpy()
+        assert (short >= 0).all()
+        assert (short <= part.ledger.count_error).all()

@@ -1,0 +1,165 @@
+"""A partition on disk: the same when read back, whole or absent, and refused with a reason when it is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sepc_torch import Partition, partition, storage
+
+
+@pytest.fixture
+def part(rng: np.random.Generator) -> Partition:
+    x = rng.normal(size=(50, 2))
+    return partition(x, x[:, 0] + rng.normal(size=50) > 0)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "labels", [(0, 1, 2), ("a", "b", "über"), (-0.5, 0.5, 1.5)], ids=lambda labels: type(labels[0]).__name__
+)
+def test_a_partition_comes_back_as_it_was(rng: np.random.Generator, tmp_path: Path, labels: tuple[Any, ...]) -> None:
+    y = rng.integers(0, 3, size=80)
+    x = rng.normal(size=(80, 3)) + y[:, None]
+    part = partition(x, [labels[i] for i in y])
+    part.save(tmp_path / "part")
+    again = Partition.load(tmp_path / "part")
+    assert again == part
+    assert again.classes.dtype == part.classes.dtype
+    for mine, theirs in zip(part.ellipsoids, again.ellipsoids, strict=True):
+        assert (type(mine.label), mine.label, mine.kind) == (type(theirs.label), theirs.label, theirs.kind)
+        np.testing.assert_array_equal(mine.support, theirs.support)
+        np.testing.assert_array_equal(mine.distance(x), theirs.distance(x))
+    assert again.ledger.reached(0, 2.0).tolist() == part.ledger.reached(0, 2.0).tolist()
+    again.save(str(tmp_path / "again"))
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "part").read_bytes()
+
+
+def test_booleans_names_and_no_hyperplanes_come_back(tmp_path: Path) -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame({"left": [0, 1, 0, 1], "right": [0, 1, 1, 0]})
+    part = partition(frame, frame.left == frame.right)
+    part.save(tmp_path / "xor")
+    again = Partition.load(tmp_path / "xor")
+    assert again == part
+    assert again.hyperplanes == ()
+    assert again.feature_names == ("left", "right")
+    assert [e.label for e in again.ellipsoids] == [False, True]
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file .*absent"):
+        Partition.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_truncated_file(part: Partition, tmp_path: Path, share: float) -> None:
+    part.save(tmp_path / "part")
+    whole = (tmp_path / "part").read_bytes()
+    (tmp_path / "part").write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=r"part' is not a complete safetensors file"):
+        Partition.load(tmp_path / "part")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(200), b"a,b\n1,2\n" * 40], ids=["archive", "table"])
+def test_another_kind_of_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        Partition.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_foreign_safetensors_file(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    save_file({"weight": np.ones((2, 2))}, tmp_path / "foreign", metadata=metadata)
+    with pytest.raises(ValueError, match="sepc_torch did not write it"):
+        Partition.load(tmp_path / "foreign")
+
+
+def test_a_newer_format(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(storage, "FORMAT", storage.FORMAT + 1)
+        part.save(tmp_path / "part")
+    with pytest.raises(ValueError, match=rf"format {storage.FORMAT + 1} .*up to format {storage.FORMAT}.*Upgrade"):
+        Partition.load(tmp_path / "part")
+
+
+def test_another_record_of_ours(tmp_path: Path) -> None:
+    storage.write(tmp_path / "head", "trust head", {"weight": np.ones(2)}, {})
+    with pytest.raises(ValueError, match="holds a trust head, not a partition"):
+        Partition.load(tmp_path / "head")
+    arrays, _ = storage.read(tmp_path / "head", "trust head")
+    np.testing.assert_array_equal(arrays["weight"], np.ones(2))
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["failure", "Ctrl-C"])
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_what_was_there(
+    part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: BaseException
+) -> None:
+    (tmp_path / "part").write_bytes(b"the old file")
+    reached = []
+
+    def fail(*_: object) -> NoReturn:
+        reached.append(sorted(path.name for path in tmp_path.iterdir()))
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, moment, fail)
+        with pytest.raises(type(error)):
+            part.save(tmp_path / "part")
+    assert len(reached) == 1
+    assert len(reached[0]) == 2, "the new file was not written beside the old one"
+    assert files(tmp_path) == {"part": b"the old file"}
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        storage.write(tmp_path / "bad", "partition", {"x": np.ones(1)}, {"when": object()})
+    with pytest.raises(ValueError, match="JSON"):
+        storage.write(tmp_path / "bad", "partition", {"x": np.ones(1)}, {"value": float("nan")})
+    assert files(tmp_path) == {}
+
+
+def test_a_file_is_replaced_whole(part: Partition, tmp_path: Path) -> None:
+    (tmp_path / "part").write_bytes(b"longer than the new file" * 10_000)
+    part.save(tmp_path / "part")
+    assert list(files(tmp_path)) == ["part"]
+    assert Partition.load(tmp_path / "part") == part
+
+
+def test_others_may_read_the_file(part: Partition, tmp_path: Path) -> None:
+    """Temporary files are private; a saved model has the permissions of any new file."""
+    (tmp_path / "plain").touch()
+    part.save(tmp_path / "part")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "part")}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("read", [str, Path, lambda path: os.fspath(path)])
+def test_paths_of_any_kind(part: Partition, tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    part.save(read(tmp_path / "part"))
+    assert Partition.load(read(tmp_path / "part")) == part
+
+
+def test_the_file_holds_no_code(part: Partition, tmp_path: Path) -> None:
+    """Arrays and JSON, readable without this package."""
+    from safetensors import safe_open
+
+    part.save(tmp_path / "part")
+    with safe_open(tmp_path / "part", framework="numpy") as file:
+        header = json.loads(file.metadata()["sepc_torch"])
+        center = file.get_tensor("center")
+    assert header["kind"] == "partition"
+    np.testing.assert_array_equal(center, [e.center for e in part.ellipsoids])
