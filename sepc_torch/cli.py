@@ -71,10 +71,11 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         print(f"sepc {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

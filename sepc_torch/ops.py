@@ -2,11 +2,17 @@ r"""The three batched computations of the frozen model, as torch operators.
 
 As operators they are opaque to ``torch.compile`` and ``torch.export``: both see one node each, without a graph
 break, while the work inside runs in pieces of a bounded size and may look at the data. Only distances are
-differentiable, in ``z``. An operator's signature can name no shapes, so the docstrings do.
+differentiable, in ``z``.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from sepc_torch.shapes import Bool, Float, Int
 
 # Bytes of the largest temporary. On a CPU a piece should stay in the cache, on a GPU it should fill the machine.
 CPU_BYTES = 2 * 2**20
@@ -20,9 +26,10 @@ def _rows_per_piece(like: Tensor, values_per_row: int) -> int:
     return max(1, budget // (max(values_per_row, 1) * like.element_size()))
 
 
-@torch.library.custom_op("sepc_torch::distances", mutates_args=())
-def distances(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
-    r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|`: z (B, D), c (K, D), W (K, D, D) to (B, K).
+def _distances(
+    z: Float[Tensor, "B D"], centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]
+) -> Float[Tensor, "B K"]:
+    r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|`, in pieces of rows.
 
     The difference is taken first: :math:`W z + b` would lose the digits that thin ellipsoids far from the origin need.
     """
@@ -38,8 +45,7 @@ def distances(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
     return out
 
 
-@distances.register_fake
-def _(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
+def _distances_shape(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
     return z.new_empty(z.shape[0], centers.shape[0])
 
 
@@ -52,15 +58,14 @@ def _distances_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type
     return distances_gradient(z, centers, whiteners, output, grad), None, None
 
 
-@torch.library.custom_op("sepc_torch::distances_gradient", mutates_args=())
-def distances_gradient(
-    z: Tensor,
-    centers: Tensor,
-    whiteners: Tensor,
-    output: Tensor,
-    grad: Tensor,
-) -> Tensor:
-    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z (B, D); zero at a centre."""
+def _distances_gradient(
+    z: Float[Tensor, "B D"],
+    centers: Float[Tensor, "K D"],
+    whiteners: Float[Tensor, "K D D"],
+    output: Float[Tensor, "B K"],
+    grad: Float[Tensor, "B K"],
+) -> Float[Tensor, "B D"]:
+    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; zero at a centre, where there is none."""
     out = torch.empty_like(z)
     rows = _rows_per_piece(z, centers.numel())
     factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
@@ -72,25 +77,20 @@ def distances_gradient(
     return out
 
 
-@distances_gradient.register_fake
-def _(z: Tensor, centers: Tensor, whiteners: Tensor, output: Tensor, grad: Tensor) -> Tensor:
+def _distances_gradient_shape(z: Tensor, centers: Tensor, whiteners: Tensor, output: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(z)
 
 
-distances.register_autograd(_distances_backward, setup_context=_setup_distances)
+def _euclidean_distances(
+    z: Float[Tensor, "B D"],
+    centers: Float[Tensor, "K D"],
+    axes: Float[Tensor, "K D D"],
+    semi_axes: Float[Tensor, "K D"],
+    wanted: Bool[Tensor, "B"],
+) -> Float[Tensor, "B K"]:
+    r"""Euclidean distance to each ellipsoid for the wanted rows, zero inside and for the rest.
 
-
-@torch.library.custom_op("sepc_torch::euclidean_distances", mutates_args=())
-def euclidean_distances(
-    z: Tensor,
-    centers: Tensor,
-    axes: Tensor,
-    semi_axes: Tensor,
-    wanted: Tensor,
-) -> Tensor:
-    r"""Euclidean distance (B, K) to each ellipsoid for the wanted rows (B,), zero inside and for the rest.
-
-    In the axes of an ellipsoid (rows of ``axes`` (K, D, D), lengths ``semi_axes`` (K, D)) the nearest point solves
+    In the axes of an ellipsoid (rows of ``axes``, lengths ``semi_axes``) the nearest point solves
     the secular equation
     :math:`\sum_i (e_i y_i / (e_i^2 + t))^2 = 1`; see :func:`sepc_torch.geometry.euclidean_distance`.
     """
@@ -117,14 +117,14 @@ def euclidean_distances(
     return out
 
 
-@euclidean_distances.register_fake
-def _(z: Tensor, centers: Tensor, axes: Tensor, semi_axes: Tensor, wanted: Tensor) -> Tensor:
+def _euclidean_distances_shape(z: Tensor, centers: Tensor, axes: Tensor, semi_axes: Tensor, wanted: Tensor) -> Tensor:
     return z.new_empty(z.shape[0], centers.shape[0])
 
 
-@torch.library.custom_op("sepc_torch::region_counts", mutates_args=())
-def region_counts(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
-    """Training points of each class in all, and in any, of the ellipsoids that hold each point: (2, B, C).
+def _region_counts(
+    inside: Bool[Tensor, "B K"], cells: Bool[Tensor, "P K"], counts: Int[Tensor, "P C"]
+) -> Int[Tensor, "2 B C"]:
+    """Training points of each class in all, and in any, of the ellipsoids that hold each point.
 
     A cell lies in all of them if it shares as many ellipsoids with the point as hold it, in any if it shares one:
     both are a matrix product. Rows that fewer than two ellipsoids hold need no region and stay zero.
@@ -143,22 +143,20 @@ def region_counts(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-@region_counts.register_fake
-def _(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
+def _region_counts_shape(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
     return torch.empty(2, inside.shape[0], counts.shape[1], dtype=torch.int64, device=inside.device)
 
 
-@torch.library.custom_op("sepc_torch::expanded_counts", mutates_args=())
-def expanded_counts(
-    distance: Tensor,
-    nearness: Tensor,
-    wanted: Tensor,
-    reach: Tensor,
-    ranks: Tensor,
+def _expanded_counts(
+    distance: Float[Tensor, "B K"],
+    nearness: Float[Tensor, "B K"],
+    wanted: Bool[Tensor, "B"],
+    reach: Float[Tensor, "K C Q"],
+    ranks: Int[Tensor, "C Q"],
     surface: float,
     tie: float,
-) -> Tensor:
-    """Training points of each class in the nearest ellipsoid, expanded to touch the point: (2, B, C).
+) -> Int[Tensor, "2 B C"]:
+    """Training points of each class in the nearest ellipsoid, expanded to touch the point.
 
     Where several are nearest all of them are expanded; what is known of each alone bounds the counts in all of them
     (the least) and in any of them (the greatest), exactly if they are nested or share no point of a class.
@@ -182,15 +180,16 @@ def expanded_counts(
     return out
 
 
-@expanded_counts.register_fake
-def _(
+def _expanded_counts_shape(
     distance: Tensor, nearness: Tensor, wanted: Tensor, reach: Tensor, ranks: Tensor, surface: float, tie: float
 ) -> Tensor:
     return torch.empty(2, distance.shape[0], reach.shape[1], dtype=torch.int64, device=distance.device)
 
 
-def _reached(reach: Tensor, ranks: Tensor, k: Tensor, within: Tensor) -> Tensor:
-    """Training points of each class within a distance of ellipsoid k, by binary search: (n, C)."""
+def _reached(
+    reach: Float[Tensor, "K C Q"], ranks: Int[Tensor, "C Q"], k: Int[Tensor, "n"], within: Float[Tensor, "n"]
+) -> Int[Tensor, "n C"]:
+    """Training points of each class within a distance of ellipsoid k, by binary search."""
     _, classes, size = reach.shape
     c = torch.arange(classes, device=k.device)
     base = (k.unsqueeze(1) * classes + c) * size
@@ -203,3 +202,42 @@ def _reached(reach: Tensor, ranks: Tensor, k: Tensor, within: Tensor) -> Tensor:
         low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
     padded = torch.cat([ranks.new_zeros(classes, 1), ranks], dim=1)
     return padded[c, low]
+
+
+# The library itself rather than torch.library.custom_op, which imports the compiler at the first call (a second)
+# and costs more at every one.
+_LIBRARY = torch.library.Library("sepc_torch", "DEF")
+
+
+def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Register a function, and what is known of its result without running it, under the name in the schema."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sepc_torch::{name}", shape, lib=_LIBRARY)
+    return getattr(torch.ops.sepc_torch, name).default
+
+
+distances = _operator("distances(Tensor z, Tensor centers, Tensor whiteners) -> Tensor", _distances, _distances_shape)
+distances_gradient = _operator(
+    "distances_gradient(Tensor z, Tensor centers, Tensor whiteners, Tensor output, Tensor grad) -> Tensor",
+    _distances_gradient,
+    _distances_gradient_shape,
+)
+torch.library.register_autograd(
+    "sepc_torch::distances", _distances_backward, setup_context=_setup_distances, lib=_LIBRARY
+)
+euclidean_distances = _operator(
+    "euclidean_distances(Tensor z, Tensor centers, Tensor axes, Tensor semi_axes, Tensor wanted) -> Tensor",
+    _euclidean_distances,
+    _euclidean_distances_shape,
+)
+region_counts = _operator(
+    "region_counts(Tensor inside, Tensor cells, Tensor counts) -> Tensor", _region_counts, _region_counts_shape
+)
+expanded_counts = _operator(
+    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor reach, Tensor ranks, float surface, "
+    "float tie) -> Tensor",
+    _expanded_counts,
+    _expanded_counts_shape,
+)

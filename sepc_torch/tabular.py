@@ -211,15 +211,16 @@ def _read_frame(path: Path, suffix: str) -> pd.DataFrame:
         with warnings.catch_warnings():
             # More cells in a row than in the header: pandas would shift or drop columns and only warn.
             warnings.simplefilter("error", pd.errors.ParserWarning)
-            frame = pd.read_csv(path, index_col=False, float_precision="round_trip", low_memory=False)
+            frame = pd.read_csv(path, index_col=False, low_memory=False)
     return frame.set_axis([str(column) for column in frame.columns], axis=1)
 
 
 def _read_npz(path: Path) -> Table:
-    # No pickle: an NPZ file from somewhere else must not run code here.
-    with np.load(path, allow_pickle=False) as file:
-        if not hasattr(file, "files"):
-            raise ValueError("it holds a single array")
+    with path.open("rb") as stream:
+        # No pickle: an NPZ file from somewhere else must not run code here.
+        file = np.load(stream, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it holds a single array without a name")
         if "X" not in file.files:
             raise ValueError(f"it needs an array 'X' and has {named(file.files)}")
         points = file["X"]

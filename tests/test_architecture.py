@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,9 @@ ORDER = [
     "active",
     "callbacks",
     "plot",
+    "demo",
     "tabular",
     "cli",
-    "demo",
 ]
 
 # Not needed to run a frozen model, so not loaded by `import sepc_torch`.
@@ -154,6 +155,32 @@ def test_an_ellipsoid_needs_only_numpy() -> None:
         "print(Ellipsoid.ball(np.zeros(2), radius=0.5).distance(np.ones((1, 2)))[0] ** 2)"
     )
     assert float(answer) == pytest.approx(8.0)
+
+
+def test_a_frozen_head_runs_on_torch_and_numpy_alone() -> None:
+    """Everything else is hidden from the import system, as if it were not installed."""
+    frozen = """
+        import sys
+        class Hiding:
+            def __init__(self, finder):
+                self.finder = finder
+            def find_spec(self, name, path=None, target=None):
+                return None if name.partition(".")[0] in MISSING else self.finder.find_spec(name, path, target)
+        sys.meta_path = [Hiding(finder) for finder in sys.meta_path]
+        import torch
+        from sepc_torch import SEPC, EllipsoidBank, TrustHead
+        from sepc_torch.projection import Projection
+        from sepc_torch.rules import TrainingCounts
+        bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [4.0, 0.0]]), torch.eye(2).repeat(2, 1, 1))
+        eye = torch.eye(2, dtype=torch.int64)
+        reach = torch.tensor([[[0.5], [4.0]], [[4.0], [0.5]]])
+        counts = TrainingCounts(torch.arange(2), eye.bool(), eye, eye, reach, torch.ones(2, 1, dtype=torch.int64))
+        sepc = SEPC(bank, counts, torch.ones(2, dtype=torch.int64), torch.ones(2), classes=["a", "b"])
+        head = TrustHead(Projection(torch.zeros(2), torch.eye(2), unit_length=False), sepc)
+        print(*head(torch.tensor([[0.1, 0.2], [9.0, 0.0]])).label.tolist(), head.explain([0.1, 0.2]).details["rule"])
+    """
+    missing = [*HEAVY, "jaxtyping", "beartype"]
+    assert run_python(textwrap.dedent(frozen).replace("MISSING", repr(missing))).split() == ["0", "1", "SINGLE"]
 
 
 def project_files() -> list[Path]:

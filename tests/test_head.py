@@ -1,0 +1,226 @@
+"""The trust head: projection, fitting from every kind of input, the network's labels, files and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from sepc_torch import Prediction, TrustHead
+from sepc_torch.head import HeadPrediction, _default_dim
+from sepc_torch.projection import fit_projection
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+
+
+def embeddings(rng: Rng, count: int = 400, dim: int = 12, classes: int = 3) -> tuple[Array, Array]:
+    labels = rng.integers(0, classes, count)
+    directions = np.eye(classes, dim)
+    return 4 * directions[labels] + rng.normal(size=(count, dim)) * np.linspace(1, 0.2, dim), labels
+
+
+def same(a: HeadPrediction, b: HeadPrediction) -> bool:
+    return all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
+
+
+class TestProjection:
+    @pytest.mark.parametrize("normalize", ["l2", "standardize", None])
+    @pytest.mark.parametrize("method", ["pca", "lda"])
+    def test_output_is_white(self, rng: Rng, normalize: str | None, method: str) -> None:
+        x, y = embeddings(rng)
+        project = fit_projection(x, y, 2, normalize, method, torch.float64)  # type: ignore[arg-type]
+        z = project(torch.from_numpy(x)).numpy()
+        assert z.shape == (400, 2)
+        assert z.mean(axis=0) == pytest.approx(np.zeros(2), abs=1e-10)
+        assert z.var(axis=0) == pytest.approx(np.ones(2))
+        if method == "pca":
+            assert np.cov(z.T)[0, 1] == pytest.approx(0.0, abs=1e-8)
+
+    def test_pca_keeps_the_most_variance(self, rng: Rng) -> None:
+        x, y = embeddings(rng)
+        project = fit_projection(x, y, 4, None, "pca", torch.float64)
+        centred = x - x.mean(axis=0)
+        values = np.linalg.svd(centred, compute_uv=False) ** 2
+        directions = np.linalg.qr(project.matrix.numpy().T)[0]
+        assert np.sum((centred @ directions) ** 2) == pytest.approx(values[:4].sum())
+
+    def test_lda_separates_better_than_pca(self, rng: Rng) -> None:
+        """Class means along the weakest direction: PCA misses it, LDA finds it."""
+        y = rng.integers(0, 2, 600)
+        x = rng.normal(size=(600, 6)) * [10, 8, 6, 5, 4, 0.3]
+        x[:, 5] += 2.0 * y
+
+        def gap(method: str) -> float:
+            project = fit_projection(x, y, 1, None, method, torch.float64)  # type: ignore[arg-type]
+            z = project(torch.from_numpy(x)).numpy()
+            return float(np.abs(z[y == 1].mean() - z[y == 0].mean()))
+
+        assert gap("lda") > 1.8  # two unit-variance halves cannot be farther apart than 2
+        assert gap("pca") < 0.5
+
+    def test_scale_of_the_input_does_not_matter(self, rng: Rng) -> None:
+        x, y = embeddings(rng)
+        for normalize in ("l2", "standardize"):
+            a = fit_projection(x, y, 3, normalize, "pca", torch.float64)
+            b = fit_projection(1e4 * x, y, 3, normalize, "pca", torch.float64)
+            assert torch.allclose(a(torch.from_numpy(x)), b(torch.from_numpy(1e4 * x)), atol=1e-8)
+
+    def test_constant_and_dependent_features_are_dropped(self, rng: Rng) -> None:
+        x, y = embeddings(rng, dim=4)
+        wide = np.concatenate([x, x[:, :2] + x[:, 2:], np.full((len(x), 1), 3.0)], axis=1)
+        project = fit_projection(wide, y, 7, "standardize", "pca")
+        assert project.matrix.shape == (4, 7)
+        assert torch.isfinite(project.matrix).all()
+
+
+def test_accepts_arrays_and_tensors(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    z = torch.from_numpy(x[:50]).float()
+    expected = TrustHead.fit(x.astype(np.float32), y)(z)
+    for a, b in ((torch.from_numpy(x).float(), torch.from_numpy(y)), (x.astype(np.float32).tolist(), y.tolist())):
+        assert same(TrustHead.fit(a, b)(z), expected)
+
+
+def test_fits_from_a_loader_and_an_encoder(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    encoder = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Tanh())
+    data = TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
+    head = TrustHead.fit(DataLoader(data, batch_size=64), encoder=encoder)
+    assert encoder.training, "the encoder must be left as it was"
+    encoder.eval()
+    with torch.no_grad():
+        z = encoder(data.tensors[0])
+    encoder.train()
+    assert same(head(z), TrustHead.fit(z, y)(z))
+
+
+def test_the_networks_label_is_judged(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    head = TrustHead.fit(x, y)
+    z = torch.from_numpy(x).float()
+    alone = head(z)
+    assert torch.equal(alone.network_label, alone.label)
+    assert torch.equal(alone.network_trust, alone.trust)
+    wrong = (alone.label + 1) % 3
+    out = head(z, labels=wrong)
+    assert same(HeadPrediction(*out[:7], *alone[7:]), alone)
+    assert torch.equal(out.network_label, wrong)
+    assert float((out.network_trust < alone.trust).float().mean()) > 0.95
+    assert float((out.network_margin < 1).float().mean()) > 0.9
+    logits = nn.functional.one_hot(wrong, 3).float()
+    assert same(head(z, logits=logits), out)
+    judged = Prediction(*out[:7])._replace(label=out.network_label, trust=out.network_trust)
+    assert torch.equal(out.abstain(0.7), judged.abstain(0.7))
+
+
+def test_the_head_is_right_and_knows_strangers(rng: Rng) -> None:
+    x, y = embeddings(rng, count=1500)
+    head = TrustHead.fit(x[:1000], y[:1000])
+    out = head(torch.from_numpy(x[1000:]).float())
+    assert float((out.label.numpy() == y[1000:]).mean()) > 0.9
+    strange = torch.from_numpy(-4 * np.eye(3, 12)[y[1000:]] + rng.normal(size=(500, 12))).float()
+    assert float(head(strange).distance.median()) > 1.5 * float(out.distance.median())
+
+
+def test_default_sizes() -> None:
+    assert _default_dim(np.array([5500, 6000]), 64) == 32
+    assert _default_dim(np.array([100, 400]), 384) == 10
+    assert _default_dim(np.array([5000]), 4) == 4
+    assert _default_dim(np.array([1, 50]), 30) == 1
+
+
+def test_warns_of_classes_too_small_for_the_dimension(rng: Rng) -> None:
+    x, y = embeddings(rng, classes=2)
+    y[:5] = 7
+    with pytest.warns(UserWarning, match=r"1 classes have fewer than 12 points for 6 dimensions: 7\. .*smaller dim"):
+        TrustHead.fit(x, y, dim=6)
+
+
+def test_save_and_load(rng: Rng, tmp_path: Path) -> None:
+    x, y = embeddings(rng)
+    z = torch.from_numpy(x).float()
+    for normalize in ("l2", "standardize", None):
+        head = TrustHead.fit(x, np.array(["a", "b", "c"])[y], normalize=normalize)
+        head.save(tmp_path / "head.safetensors")
+        again = TrustHead.load(tmp_path / "head.safetensors")
+        assert same(again(z), head(z))
+        assert again.classes == ["a", "b", "c"]
+        assert (again.predict(x) == head.predict(z)).all()
+
+
+def test_lives_in_a_checkpoint(rng: Rng, tmp_path: Path) -> None:
+    """A module with a head of another size loads the checkpoint, metadata included, with weights_only."""
+
+    class Model(nn.Module):
+        def __init__(self, head: TrustHead) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(12, 12)
+            self.head = head
+
+        def forward(self, x: Tensor) -> HeadPrediction:
+            return self.head(self.encoder(x))
+
+    x, y = embeddings(rng)
+    fewer, labels = embeddings(rng, classes=2)
+    model = Model(TrustHead.fit(x, y))
+    other = Model(TrustHead.fit(fewer, labels, dim=3, normalize=None))
+    torch.save(model.state_dict(), tmp_path / "model.ckpt")
+    other.load_state_dict(torch.load(tmp_path / "model.ckpt", weights_only=True))
+    z = torch.from_numpy(x).float()
+    assert same(other(z), model(z))
+    assert other.head.classes == [0, 1, 2]
+    assert not list(model.head.parameters()), "nothing in a head trains"
+
+
+def test_half_precision_and_autocast(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    head = TrustHead.fit(x, y)
+    z = torch.from_numpy(x).float()
+    expected = head(z)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(head(z), expected)
+    assert same(head.half()(z), expected)
+    rounded = head(z.bfloat16())
+    assert rounded.trust.dtype == torch.float32
+    assert float((rounded.label == expected.label).float().mean()) > 0.95
+
+
+def test_explain(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    head = TrustHead.fit(x, y)
+    found = head.explain(x[:3], 1)
+    assert str(found) == str(head.explain(x[1]))
+    assert found.details["label"] == head.predict(x[:3])[1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"labels": None}, ValueError, "labels are missing"),
+        ({"dim": 0}, ValueError, "dim must be an integer of at least 1"),
+        ({"embeddings": iter([])}, TypeError, "batches need an encoder"),
+        ({"encoder": nn.Identity()}, ValueError, "do not give labels as well"),
+        ({"encoder": nn.Identity(), "labels": None, "embeddings": []}, ValueError, "batches are empty"),
+    ],
+)
+def test_refuses_bad_input(rng: Rng, change: dict[str, object], error: type[Exception], message: str) -> None:
+    x, y = embeddings(rng)
+    with pytest.raises(error, match=message):
+        TrustHead.fit(**{"embeddings": x, "labels": y, **change})  # type: ignore[arg-type]
+
+
+def test_refuses_what_does_not_fit(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    head = TrustHead.fit(x, y)
+    z = torch.from_numpy(x).float()
+    with pytest.raises(ValueError, match=r"embeddings must have shape \(points, 12\)"):
+        head(z[:, :5])
+    with pytest.raises(ValueError, match="a column for each class"):
+        head(z, logits=torch.zeros(len(z), 4))
+    with pytest.raises(ValueError, match="not both"):
+        head(z, logits=torch.zeros(len(z), 3), labels=torch.zeros(len(z), dtype=torch.int64))
