@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sepc_torch import __version__
+
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent / "figures"
 
@@ -30,8 +32,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Versions and machine, for the JSON."""
-    names = ("sepc_torch", "numpy", "scipy", *packages)
+    names = ("numpy", "scipy", *packages)
     return {
+        "sepc_torch": __version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -19,7 +19,6 @@ from sepc_torch.partitioning import partition
 from sepc_torch.sepc import SEPC, Nearest
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
-from sepc_torch.trust import posterior
 
 
 class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # scikit-learn ships no types
@@ -166,7 +165,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
             ``predict``.
         """
         z = self._points(X)
-        return _posterior(self.sepc_, z).numpy()
+        return self.sepc_.posterior(z).numpy()
 
     def trust(self, X: Any, y: Any = None) -> Float[Array, "B"]:
         """How far to trust the predicted labels, or labels given by someone else.
@@ -222,8 +221,3 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
             known = ", ".join(map(str, position))
             raise ValueError(f"y holds labels that fit did not see: {', '.join(unknown)}. It saw {known}.")
         return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
-
-
-def _posterior(sepc: SEPC, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-    _, found = sepc._resolve(z)
-    return posterior(found.counts, sepc.totals, found.label)

@@ -45,7 +45,7 @@ class Explanation:
                 f"({d['margin']:.3g} times the label's own)"
             )
         named = ", ".join(f"{name} {share:+.0%}" for name, share in list(d["features"].items())[:_NAMED_FEATURES])
-        lines.append(f"  what moves it from the nearest centre: {named} of the squared distance")
+        lines.append(f"  what moves it from the nearest centre: {named} (+ pushes out, - pulls back)")
         return "\n".join(lines)
 
 
@@ -113,10 +113,14 @@ def _arithmetic(counts: list[int], totals: list[int], label: int) -> str:
 def _contributions(
     bank: EllipsoidBank, z: Float[Tensor, "D"], nearest: int, feature_names: tuple[str, ...] | None
 ) -> dict[str, float]:
-    r"""Each feature's share of the squared distance, :math:`(z-c)_j (W^\top W (z-c))_j / d^2`, largest first."""
+    r"""Each feature's part :math:`(z-c)_j (W^\top W (z-c))_j` of the squared distance, largest first.
+
+    Relative to the sum of their magnitudes: features that vary together push out and pull back much more than is
+    left of it.
+    """
     offset = z.to(torch.float64) - bank.centers[nearest].double()
     whitener = bank.whiteners[nearest].double()
     parts = offset * (whitener.T @ (whitener @ offset))
-    shares = (parts / parts.sum().clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+    shares = (parts / parts.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)).tolist()
     names = feature_names or tuple(f"feature {j}" for j in range(bank.dim))
     return dict(sorted(zip(names, shares, strict=True), key=lambda item: -abs(item[1])))

@@ -35,13 +35,13 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
     array([1, 0, 1])
     """
     points, names = numeric_points(x)
-    labels = _labels(y)
+    labels = label_array(y)
     if len(labels) != len(points):
         raise ValueError(f"X has {len(points)} rows and y has {len(labels)} labels; one label per row is needed.")
     found, codes = np.unique(labels, return_inverse=True)
     codes = codes.ravel().astype(np.int64)
     if classes is not None:
-        found, codes = _reorder(found, codes, _labels(classes, "classes"))
+        found, codes = _reorder(found, codes, label_array(classes, "classes"))
     if len(found) < 2:
         raise ValueError(
             f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two. "
@@ -73,6 +73,8 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
         x = x.to_numpy(dtype=np.float64, na_value=np.nan) if hasattr(x, "iloc") else x.to_numpy().astype(np.float64)
     elif hasattr(x, "detach"):
         x = _from_tensor(x)
+    if np.ma.is_masked(x):
+        raise ValueError(f"{name} has masked values. Drop those rows or fill them in.")
     points = np.asarray(x)
     if points.dtype == object:
         raise TypeError(
@@ -100,8 +102,10 @@ def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
     >>> feature_scale(np.array([[1.0, 0.1], [3.0, 0.1], [1.0, 0.1], [3.0, 0.1]]))
     array([1., 1.])
     """
-    deviation = points.std(axis=0)
-    return np.where(deviation > _CONSTANT * np.abs(points).max(axis=0), deviation, 1.0)
+    magnitude = np.abs(points).max(axis=0)
+    unit = np.where(magnitude > 0, magnitude, 1.0)  # squares of very large or small numbers leave float64's range
+    deviation = (points / unit).std(axis=0)
+    return np.where(deviation > _CONSTANT, deviation * unit, 1.0)
 
 
 def positive(value: Any, name: str, unit: str) -> float:
@@ -145,7 +149,8 @@ def _missing(label: Any) -> bool:
     )
 
 
-def _labels(y: Any, name: str = "y") -> Array:
+def label_array(y: Any, name: str = "y") -> Array:
+    """Labels as a one-dimensional array of numbers, strings or booleans."""
     if hasattr(y, "detach"):
         y = y.detach().cpu().numpy()
     mixed = isinstance(y, (list, tuple)) and len({type(label) for label in y}) > 1

@@ -7,7 +7,8 @@ differentiable, in ``z``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ CPU_BYTES = 2 * 2**20
 GPU_BYTES = 256 * 2**20
 # Newton's method on the secular equation: 8 steps are usual; thin ellipsoids far away need the most.
 _SECULAR_STEPS = 40
+
+
+@contextmanager
+def _full_precision(z: Tensor) -> Iterator[None]:
+    """Matrix products in the tensor's own precision, whatever autocast and TF32 settings say."""
+    before = torch.get_float32_matmul_precision()
+    lowered = z.is_cuda and before != "highest"
+    with torch.autocast(z.device.type, enabled=False):
+        if lowered:
+            torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            if lowered:
+                torch.set_float32_matmul_precision(before)
 
 
 def _rows_per_piece(like: Tensor, values_per_row: int) -> int:
@@ -37,7 +53,7 @@ def _distances(
     out = z.new_empty(count, len(centers))
     rows = _rows_per_piece(z, len(centers) * dim)
     transposed = whiteners.mT
-    with torch.autocast(z.device.type, enabled=False):
+    with _full_precision(z):
         for start in range(0, count, rows):
             offsets = z[start : start + rows] - centers[:, None, :]
             whitened = torch.bmm(offsets, transposed)
@@ -69,7 +85,7 @@ def _distances_gradient(
     out = torch.empty_like(z)
     rows = _rows_per_piece(z, centers.numel())
     factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
-    with torch.autocast(z.device.type, enabled=False):
+    with _full_precision(z):
         for start in range(0, len(z), rows):
             whitened = torch.bmm(z[start : start + rows] - centers[:, None, :], whiteners.mT)
             whitened *= factor[start : start + rows].T.unsqueeze(2)
@@ -98,7 +114,7 @@ def _euclidean_distances(
     index = wanted.nonzero().squeeze(1)
     rows = _rows_per_piece(z, 4 * centers.numel())
     e = semi_axes[:, None, :]
-    with torch.autocast(z.device.type, enabled=False):
+    with _full_precision(z):
         for piece in index.split(rows):
             y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs()
             t = (e * y - e * e).amax(dim=2).clamp_min(0)

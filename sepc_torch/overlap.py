@@ -8,6 +8,7 @@ class is that with all others together.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch.ellipsoid import Ellipsoid
-from sepc_torch.inputs import feature_scale, numeric_points, training_set
+from sepc_torch.inputs import count, feature_scale, label_array, numeric_points, training_set
 from sepc_torch.partition_record import Partition
 from sepc_torch.partitioning import partition as make_partition
 from sepc_torch.shapes import Array, Bool, Float, Int
@@ -188,24 +189,37 @@ def small_disjuncts(
         max_impure: How many mistakes to tolerate; by default what the partition was made with.
     """
     points, _ = numeric_points(X)
-    truth = np.asarray(y)
-    limit = int(partition.made["max_impure"]) if max_impure is None else max_impure
+    if points.shape[1] != partition.dim:
+        raise ValueError(f"X has {points.shape[1]} features, the partition {partition.dim}.")
+    limit = int(partition.made["max_impure"]) if max_impure is None else count(max_impure, "max_impure")
+    truth = _as_objects(y, "y", len(points))
     member = np.stack([e.contains(points) for e in partition.ellipsoids], axis=1)
     patterns, region = np.unique(member, axis=0, return_inverse=True)
     region = region.ravel()
-    given = _majority(partition, patterns)[region] if predicted is None else np.asarray(predicted)
-    known = given != None if predicted is None else np.ones(len(points), dtype=bool)  # noqa: E711 - elementwise
-    wrong = known & (given != truth)
+    given = (
+        _majority(partition, patterns)[region]
+        if predicted is None
+        else _as_objects(predicted, "predicted", len(points))
+    )
+    wrong = np.array([g is not None and g != t for g, t in zip(given, truth, strict=True)], dtype=bool)
     found = []
     for r in np.unique(region[wrong]):
-        for label in np.unique(given[wrong & (region == r)].astype(truth.dtype)):
-            rows = np.flatnonzero(wrong & (region == r) & (given == label))
+        here = wrong & (region == r)
+        for label in sorted(set(given[here])):
+            rows = np.flatnonzero(here & (given == label))
             if len(rows) > limit:
-                true, times = np.unique(truth[rows], return_counts=True)
-                order = np.argsort(-times, kind="stable")
+                times = Counter(truth[rows]).most_common()
                 inside = tuple(int(k) for k in np.flatnonzero(patterns[r]))
-                found.append(SmallDisjunct(inside, label.item(), tuple(true[order].tolist()), rows))
+                found.append(SmallDisjunct(inside, label, tuple(true for true, _ in times), rows))
     return tuple(sorted(found, key=lambda d: (-len(d.rows), d.ellipsoids)))
+
+
+def _as_objects(labels: Any, name: str, rows: int) -> Array:
+    """Labels as Python values: arrays of strings would cut longer ones to their own width."""
+    values = np.array(label_array(labels, name).tolist(), dtype=object)
+    if len(values) != rows:
+        raise ValueError(f"X has {rows} rows and {name} has {len(values)} labels; one label per row is needed.")
+    return values
 
 
 def _majority(partition: Partition, patterns: Bool[Array, "R K"]) -> Array:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch import __version__
+from sepc_torch.affine_hull import stretched
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Kind, MinimumVolumeEllipsoid
 from sepc_torch.inputs import TrainingSet, count, feature_scale, positive, training_set
 from sepc_torch.ledger import ledger
@@ -134,10 +135,14 @@ def _run(tasks: list[_Task], n_jobs: int | None, progress: Choice) -> list[tuple
         int(np.count_nonzero(task.codes == task.code)) if not task.keep[1] else len(task.codes) for task in tasks
     )
     with Bar("partition", total, progress) as bar:
-        parallel = joblib.Parallel(n_jobs=n_jobs)
+        parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator")
         if len(tasks) == 1 or parallel.n_jobs == 1:
             return [(task, _separate(task, bar.advance)) for task in tasks]
-        return list(zip(tasks, parallel(joblib.delayed(_separate)(task) for task in tasks), strict=True))
+        done = []
+        for task, separation in zip(tasks, parallel(joblib.delayed(_separate)(task) for task in tasks), strict=True):
+            done.append((task, separation))
+            bar.advance(int(np.count_nonzero(task.codes == task.code)))
+        return done
 
 
 def _separate(task: _Task, advance: Callable[[int], None] | None = None) -> Separation:
@@ -168,7 +173,8 @@ def _pool(
         for piece in separation.pieces:
             code = int(data.codes[sides[piece.side][0]])
             rows = np.sort(sides[piece.side][piece.support])
-            found.append((code, _in_callers_coordinates(piece, labels[code], rows, mean, unit)))
+            covered = data.points[sides[piece.side][piece.members]]
+            found.append((code, _in_callers_coordinates(piece, labels[code], rows, covered, mean, unit)))
         for h in separation.hyperplanes:
             w = h.w / unit if standardize else h.w
             shift = float(w @ mean)
@@ -179,12 +185,18 @@ def _pool(
 
 
 def _in_callers_coordinates(
-    piece: Piece, label: Any, rows: Int[Array, "S"], mean: Float[Array, "D"], unit: Float[Array, "D"]
+    piece: Piece,
+    label: Any,
+    rows: Int[Array, "S"],
+    covered: Float[Array, "n D"],
+    mean: Float[Array, "D"],
+    unit: Float[Array, "D"],
 ) -> PartitionEllipsoid:
     e = piece.ellipsoid
+    center = mean + unit * e.center
     return PartitionEllipsoid(
-        center=mean + unit * e.center,
-        whitener=e.whitener / unit,
+        center=center,
+        whitener=stretched(e.whitener / unit, covered - center),  # far from the origin the centre is rounded
         label=label,
         kind=piece.kind,
         iteration=piece.iteration,

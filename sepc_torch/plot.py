@@ -97,7 +97,7 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
         handles.append(Line2D([], [], color="0.3", ls="", marker="o", ms=9, mfc="none", label="isolated point"))
     if hyperplanes and partition.hyperplanes:
         handles.append(Line2D([], [], color="0.45", lw=1.0, ls=":", label="hyperplane of iteration n"))
-    ax.legend(handles=handles, loc="best", fontsize=9, framealpha=0.9)
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, frameon=False)
     return ax
 
 
@@ -153,7 +153,7 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
     handles, _ = ax.get_legend_handles_labels()
     handles.append(Line2D([], [], color="0.25", lw=1.0, label="edge of the ellipsoids"))
     handles.append(Patch(facecolor="none", edgecolor="0.7", hatch="///", lw=0.0, label="outside all of them"))
-    ax.legend(handles=handles, loc="best", fontsize=9, framealpha=0.9)
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, frameon=False)
     greys = LinearSegmentedColormap.from_list("trust", ["1.0", "0.55"])
     bar = ScalarMappable(cmap=greys)
     bar.set_clim(chance, 1.0)

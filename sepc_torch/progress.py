@@ -23,7 +23,7 @@ class Bar:
     """
 
     def __init__(self, description: str, total: int, choice: Choice) -> None:
-        if choice not in ("auto", True, False):
+        if choice != "auto" and not isinstance(choice, bool):
             raise ValueError(f"progress must be 'auto', True or False, got {choice!r}.")
         self._description, self._total, self._choice = description, total, choice
         self._done = 0
@@ -58,6 +58,6 @@ class Bar:
             self._choice = False
             return
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
+        self._bar = Progress(*columns, console=console, transient=console.is_terminal)
         self._bar.add_task(self._description, total=self._total, completed=self._done)
         self._bar.start()

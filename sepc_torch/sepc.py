@@ -17,7 +17,7 @@ from sepc_torch.explaining import Described, Explanation, explain
 from sepc_torch.partition_record import Partition
 from sepc_torch.rules import Resolution, Rule, TrainingCounts, class_distance, resolve
 from sepc_torch.shapes import Bool, Float, Int
-from sepc_torch.trust import bayes_trust
+from sepc_torch.trust import bayes_trust, posterior
 
 Nearest = Literal["mahalanobis", "euclidean"]
 NanPolicy = Literal["raise", "flag"]
@@ -201,6 +201,16 @@ class SEPC(nn.Module):
             )
         return own, self._judge(distance, found, bad, label)
 
+    def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
+        """The probability of every class given the point's region, the point counted as ``label``, by default its own.
+
+        The label of the rules is usually, but not always, the likeliest class: in a tie the union decides, and
+        Bayes' formula weighs counts by the size of the classes.
+        """
+        distance, found = self._resolve(z)
+        self._bad_rows(z)
+        return posterior(found.counts, self.totals, found.label if label is None else label, distance.dtype)
+
     def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
         distance = self.bank(z)
         return distance, resolve(distance.detach(), self.training_counts, self._nearness(z, distance))
@@ -262,6 +272,8 @@ class SEPC(nn.Module):
         if points.dim() == 1:
             points, i = points.unsqueeze(0), 0
         if i is not None:
+            if not -len(points) <= i < len(points):
+                raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
             points = points[i : i + 1] if i >= 0 else points[i:][:1]
         self._bad_rows(points)
         distance, found = self._resolve(points)
@@ -284,7 +296,7 @@ class SEPC(nn.Module):
     def as_tensor(self, z: Any) -> Tensor:
         """Points of any kind as a floating-point tensor on the model's device."""
         if not isinstance(z, Tensor):
-            z = torch.from_numpy(np.asarray(z, dtype=np.float64))
+            z = torch.from_numpy(np.array(z, dtype=np.float64))  # a copy: DataFrames hand out read-only arrays
         z = z.to(self.bank.centers.device)
         return z if z.is_floating_point() else z.to(self.bank.centers.dtype)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,29 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
 
     text = json.dumps({"kind": kind, "format": FORMAT, **metadata}, sort_keys=True, allow_nan=False)
     payload = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata={_KEY: text})
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(payload)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file in the same folder that takes the place of ``path`` once it is complete, or vanishes."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {str(path.parent)!r} to write {path.name!r} into.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp makes it private
-        Path(temporary).replace(target)
+        yield temporary
+        os.fsync(handle)
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(handle)
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -56,7 +68,10 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
         raise ValueError(f"{os.fspath(path)!r} is not a complete safetensors file ({error}).") from error
     if _KEY not in header:
         raise ValueError(f"{os.fspath(path)!r} is a safetensors file, but sepc_torch did not write it.")
-    metadata: dict[str, Any] = json.loads(header[_KEY])
+    try:
+        metadata: dict[str, Any] = json.loads(header[_KEY])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{os.fspath(path)!r} is damaged: its metadata are not JSON ({error}).") from error
     if metadata.get("format", 0) > FORMAT:
         raise ValueError(
             f"{os.fspath(path)!r} was written in format {metadata['format']} by a newer sepc_torch; "
@@ -65,9 +80,3 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
     if metadata.get("kind") != kind:
         raise ValueError(f"{os.fspath(path)!r} holds a {metadata.get('kind')}, not a {kind}.")
     return arrays, metadata
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

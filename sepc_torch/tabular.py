@@ -7,12 +7,10 @@ one, the row (counted from 0) and the column.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ import pandas as pd
 from sepc_torch.rules import Rule
 from sepc_torch.sepc import Prediction
 from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.storage import replacing
 from sepc_torch.tables import text_table
 
 READABLE = (".csv", ".csv.gz", ".parquet", ".npz")
@@ -117,7 +116,7 @@ def check_writable(path: Path, suffixes: Sequence[str]) -> None:
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV or Parquet, by suffix: whole or not at all."""
     suffix = _suffix(path, WRITABLE, "write")
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         if suffix == ".parquet":
             frame.to_parquet(temporary, index=False)
         else:
@@ -131,7 +130,7 @@ def scored_table(out: Prediction, classes: Sequence[Any]) -> pd.DataFrame:
         {
             "label": names[out.label.numpy()].to_numpy(),
             "trust": out.trust.numpy(),
-            "rule": [Rule(rule).name for rule in out.rule.tolist()],
+            "rule": np.array([rule.name for rule in sorted(Rule)])[out.rule.numpy()],
             "distance": out.distance.numpy(),
             "margin": out.margin.numpy(),
             "runner_up": names[out.runner_up.numpy()].to_numpy(),
@@ -266,20 +265,3 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
 
 def _reason(error: Exception | Warning) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file in the same folder that takes the place of ``path`` once it is complete, or vanishes."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -48,8 +48,8 @@ ORDER = [
     "active",
     "callbacks",
     "plot",
-    "demo",
     "tabular",
+    "demo",
     "cli",
 ]
 

@@ -98,7 +98,7 @@ def test_what_fit_learns(iris: tuple[pd.DataFrame, pd.Series[Any]], fitted: SEPC
 
 
 @pytest.mark.parametrize("nearest", get_args(Nearest))
-@pytest.mark.parametrize("sizes", [(60, 50), (40, 30, 50)])
+@pytest.mark.parametrize("sizes", [(40, 30), (30, 20, 25)])
 def test_it_says_what_the_model_says(rng: np.random.Generator, nearest: Nearest, sizes: tuple[int, ...]) -> None:
     X, y = clouds(rng, sizes)
     z = 1.5 * rng.normal(size=(200, 3))
@@ -110,7 +110,7 @@ def test_it_says_what_the_model_says(rng: np.random.Generator, nearest: Nearest,
     np.testing.assert_array_equal(model.trust(z), out.trust.numpy())
 
 
-@pytest.mark.parametrize("sizes", [(300, 20), (80, 80), (60, 10, 30)])
+@pytest.mark.parametrize("sizes", [(120, 12), (50, 50), (40, 10, 25)])
 def test_probabilities_are_the_posterior(rng: np.random.Generator, sizes: tuple[int, ...]) -> None:
     X, y = clouds(rng, sizes)
     z = rng.normal(size=(300, 3))
@@ -127,7 +127,7 @@ def test_probabilities_are_the_posterior(rng: np.random.Generator, sizes: tuple[
 
 def test_where_the_likeliest_class_is_another_trust_is_below_one_half(rng: np.random.Generator) -> None:
     """Rule and posterior may disagree (see the Notes of SEPClassifier); for two classes the trust always tells."""
-    X, y = clouds(rng, (300, 20), dim=2)
+    X, y = clouds(rng, (150, 15), dim=2)
     z = rng.normal(size=(500, 2))
     model = SEPClassifier().fit(X, y)
     likeliest = model.classes_[model.predict_proba(z).argmax(axis=1)]
@@ -137,7 +137,7 @@ def test_where_the_likeliest_class_is_another_trust_is_below_one_half(rng: np.ra
 
 
 def test_trust_of_given_labels(rng: np.random.Generator) -> None:
-    X, y = clouds(rng, (60, 50, 40))
+    X, y = clouds(rng, (30, 25, 20))
     names = np.array(["ash", "birch", "cedar"])
     model = SEPClassifier().fit(X, names[y])
     z = rng.normal(size=(100, 3))

@@ -112,7 +112,7 @@ def standardised(e: PartitionEllipsoid, unit: Array) -> Ellipsoid:
 def test_the_support_lies_on_the_surface(rng: np.random.Generator, dim: int, classes: int) -> None:
     """Where the floor does not act: an ellipsoid of the least thickness need not touch any point across it."""
     floor = 1e-4
-    for _ in range(4):
+    for _ in range(2):
         x, y = labelled(rng, "clouds", dim, classes)
         part = partition(x, y, floor=floor)
         touched = [e for e in part.ellipsoids if standardised(e, x.std(axis=0)).semi_axes[-1] > 1.01 * floor]
@@ -224,7 +224,7 @@ def test_processes_give_the_same(rng: np.random.Generator) -> None:
 
 def test_equal_input_gives_equal_bytes(rng: np.random.Generator, tmp_path: Path) -> None:
     """Also in another interpreter, with another hash seed and another number of threads."""
-    x, y = labelled(rng, "clouds", 8, 3, size=400)
+    x, y = labelled(rng, "clouds", 8, 3, size=300)
     np.savez(tmp_path / "data.npz", x=x, y=y)
     for name in ("first", "second"):
         partition(x, y).save(tmp_path / name)

@@ -97,7 +97,7 @@ def test_the_iterations_replayed(rng: np.random.Generator, family: str, dim: int
     assert left == [set(), set()]
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [2, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hyperplanes_bound_what_they_lead_to(rng: np.random.Generator, family: str, dim: int) -> None:
     x, y = two_sets(rng, family, dim)
