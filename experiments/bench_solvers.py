@@ -14,6 +14,7 @@ on more sets.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import cvxpy as cp
@@ -55,14 +56,13 @@ def direct(points: np.ndarray) -> tuple[float, str]:
     hull = affine_hull(points)
     y = hull.coordinates
     dim = len(y)
-    diagonal, strict, b = cp.Variable(dim), cp.Variable(dim * (dim - 1) // 2), cp.Variable(dim)
-    rows, columns = np.triu_indices(dim, 1)
-    place = np.zeros((dim * dim, len(rows)))
-    place[rows * dim + columns, np.arange(len(rows))] = 1.0
-    factor = cp.diag(diagonal) + (cp.reshape(place @ strict, (dim, dim), order="C") if dim > 1 else 0)
-    covered = cp.norm(factor @ y + cp.reshape(b, (dim, 1), order="C"), axis=0) <= 1
-    problem = cp.Problem(cp.Maximize(cp.sum(cp.log(diagonal))), [covered])
-    problem.solve(solver="CLARABEL")
+    entries, b = cp.Variable(dim * (dim + 1) // 2), cp.Variable((dim, 1))
+    factor = cp.vec_to_upper_tri(entries)
+    covered = cp.norm(factor @ y + b, axis=0) <= 1
+    problem = cp.Problem(cp.Maximize(cp.sum(cp.log(cp.diag(factor)))), [covered])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the status says the same
+        problem.solve(solver="CLARABEL")
     return -problem.value - float(np.linalg.slogdet(hull.transform)[1]), problem.status
 
 

@@ -95,7 +95,7 @@ def fit(
     ignore: Ignored = None,
     max_impure: MaxImpure = 2,
     standardize: Standardize = True,
-    nearest: Annotated[NearestBy, typer.Option(help=NearestBy.__doc__)] = NearestBy.mahalanobis,
+    nearest: Annotated[NearestBy, typer.Option(help=NearestBy.__doc__)] = NearestBy.euclidean,
     solver: Solver = "native",
     jobs: Jobs = None,
     as_json: AsJson = False,

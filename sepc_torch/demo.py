@@ -64,7 +64,7 @@ def _fit(split: Split, folder: Path) -> SEPC:
     print(landscape(split.fit, split.fit_labels, partition=found))
 
     _title("2. Freeze: a torch module without a single training point inside")
-    sepc = SEPC.from_partition(found)
+    sepc = SEPC.from_partition(found, "euclidean")
     print(sepc)
     found.save(folder / "wdbc.partition.safetensors")
     sepc.save(folder / "wdbc.safetensors")
@@ -121,7 +121,7 @@ def _draw_moons(folder: Path) -> None:
     ax.set_title("Two moons: the ellipsoids of SEP-C and the hyperplane of every iteration")
     figure.savefig(folder / "moons.png", dpi=150)
 
-    sepc = SEPC.from_partition(found)
+    sepc = SEPC.from_partition(found, "euclidean")
     out = sepc(sepc.as_tensor(split.held_out))
     right = (out.label.numpy() == split.held_out_labels).mean()
     figure = Figure(figsize=(8.6, 5.5), layout="constrained")

@@ -99,7 +99,7 @@ def test_fit_writes_the_frozen_model(folder: Path, part: Partition, tmp_path: Pa
     assert str(part) in printed
     assert str(output) in printed
     expected = tmp_path / "expected.safetensors"
-    SEPC.from_partition(part).save(expected)
+    SEPC.from_partition(part, "euclidean").save(expected)
     assert output.read_bytes() == expected.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected.safetensors", "model.safetensors"]
 
@@ -193,7 +193,7 @@ def test_numbers_as_labels_and_features_without_names(tmp_path: Path) -> None:
     )
     assert told["accuracy"] > 0.9
     # A model that was made without names takes columns by position.
-    SEPC.from_partition(partition(X, y)).save(tmp_path / "nameless.safetensors")
+    SEPC.from_partition(partition(X, y), "euclidean").save(tmp_path / "nameless.safetensors")
     pd.DataFrame(X, columns=FEATURES).assign(kind=y).to_csv(tmp_path / "d.csv", index=False)
     again = ["score", tmp_path / "nameless.safetensors", tmp_path / "d.csv", "-o", tmp_path / "t.csv"]
     told = json.loads(succeed(*again, "--label", "kind", "--json"))
