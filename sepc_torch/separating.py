@@ -133,6 +133,8 @@ class Separator:
                 break
             hyperplanes.append(step.hyperplane)
             for side in (0, 1):
+                if not self.keep[side] and not self._wanted(left):
+                    break  # nothing is left to separate from the rest
                 own, others = remaining[side], remaining[1 - side]
                 members, covering, pure = self._shrink(own, others, step.chosen[side], step.coverings[side])
                 if self.keep[side]:

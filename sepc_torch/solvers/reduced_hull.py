@@ -27,6 +27,8 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 _HALF_BAND = 150
 # The first round looks at this many of the outermost points, or at four times as many as a vertex selects.
 _OUTERMOST = 3000
+# Points that tell the spread of a set well enough.
+_SAMPLE = 256
 # Certified gap at which to stop, relative to the squared extent of the data: where rounding ends the descent.
 _GAP = 1e-14
 # Above this gap, steps through normal equations are precise enough.
@@ -49,12 +51,19 @@ def closest_points(
     """Solve program (4) natively; ``direction`` is a guess of c - d, the arguments are checked by the caller."""
     means = x.mean(axis=0), y.mean(axis=0)
     origin = 0.5 * (means[0] + means[1])
-    first, second = _Side(x - origin, cap), _Side(y - origin, cap)
+    # Far from the origin differences lose digits; near it, copies of large sets would be a good part of the work.
+    sample = np.concatenate([x[:_SAMPLE], y[:_SAMPLE]])
+    if float(np.abs(origin).max()) > 100.0 * float(np.ptp(sample, axis=0).max()):
+        x, y = x - origin, y - origin
+    else:
+        origin = np.zeros_like(origin)
+    first, second = _Side(x, cap), _Side(y, cap)
     extent = max(float(np.einsum("ij,ij->i", side.points, side.points).max()) for side in (first, second))
     w = means[0] - means[1] if direction is None else direction
     u, v = first.best(w), second.best(-w)
     half = _HALF_BAND
-    if direction is None:
+    # A vertex that averages many points is well inside: then the outermost tell little, and the centroids enough.
+    if direction is None and 4.0 / cap <= 2 * _OUTERMOST:
         first.free_outermost(u)
         second.free_outermost(v)
     else:
