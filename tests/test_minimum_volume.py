@@ -238,3 +238,8 @@ def test_refuses_bad_points(points: Array, message: str) -> None:
 def test_refuses_bad_parameters(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):
         minimum_volume_ellipsoid(np.eye(3), **{argument: value})  # type: ignore[arg-type]
+
+
+def test_says_so_when_arithmetic_does_not_reach_the_gap(rng: Rng) -> None:
+    with pytest.raises(RuntimeError, match=r"300 points x 4 dims: arithmetic ended at a gap of .*, above tol=1.0e-18"):
+        minimum_volume_ellipsoid(gaussian(rng, 300, 4), tol=1e-18)

@@ -30,7 +30,8 @@ def minimum_volume_ellipsoid(
     Args:
         points: The points :math:`z_i`, (N, D).
         solver: ``"native"`` or the name of an installed cvxpy solver.
-        tol: Relative gap to prove; see :class:`~sepc_torch.MinimumVolumeEllipsoid` for what it bounds.
+        tol: Relative gap to prove, an error if arithmetic does not reach ten times that; see
+            :class:`~sepc_torch.MinimumVolumeEllipsoid` for what it bounds.
         floor: Least semi-axis :math:`\tau`. Points that do not extend in some direction have no ellipsoid without
             one, so with ``floor=0`` a flat set is given a thickness of 1e-6 of its largest half range.
 
@@ -45,7 +46,13 @@ def minimum_volume_ellipsoid(
     if not (np.isfinite(floor) and floor >= 0):
         raise ValueError(f"floor must be a finite length of at least 0, got {floor}.")
     if solver == NATIVE:
-        return minimum_volume(z, tol, floor)
+        found = minimum_volume(z, tol, floor)
+        if found.gap > 10 * tol:
+            raise RuntimeError(
+                f"Minimum-volume ellipsoid of {z.shape[0]} points x {z.shape[1]} dims: arithmetic ended at a gap of "
+                f"{found.gap:.1e}, above tol={tol:.1e}. Ask for no more than that, or give a floor for thin sets."
+            )
+        return found
     from sepc_torch import programs
 
     return programs.minimum_volume_ellipsoid(z, solver=solver, tol=tol, floor=floor)
