@@ -66,7 +66,7 @@ def _one_line_errors() -> Iterator[None]:
     except ModuleNotFoundError as error:
         _note(f"{error.name} is not installed: pip install 'sepc_torch[all]'")
         raise typer.Exit(1) from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         _note(" ".join(str(error).split()))
         raise typer.Exit(1) from None
 
