@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtri
 
-from sepc_torch.ellipsoid import triangular_whitener
+from sepc_torch.ellipsoid import triangular_whitener, whitened_norms
 from sepc_torch.shapes import Array, Float
 
 T = TypeVar("T")
@@ -169,8 +169,8 @@ def thickness(offsets: Float[Array, "N D"], hull: AffineHull, floor: float) -> f
 
 def stretched(whitener: Float[Array, "D D"], offsets: Float[Array, "N D"]) -> Float[Array, "D D"]:
     """The whitener, scaled until no offset lies outside, in the arithmetic of ``Ellipsoid.distance``."""
-    margin = 1e-15
-    while (farthest := float(np.linalg.norm(offsets @ whitener.T, axis=1).max())) > 1.0:
+    margin, center = 1e-15, np.zeros(offsets.shape[1])
+    while (farthest := float(whitened_norms(offsets, center, whitener).max())) > 1.0:
         whitener = whitener / (farthest * (1.0 + margin))
         margin *= 4.0  # scaling rounds too, the more the thinner the set
     return whitener

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -96,7 +97,8 @@ def partition(
     runs = _run(_tasks(standard, codes, data.classes, parameters), n_jobs, progress)
     separated = time.perf_counter()
     ellipsoids, hyperplanes = _pool(runs, data, order, mean, unit, standardize)
-    held = ledger(ellipsoids, points, codes, len(data.classes))
+    with _one_thread():
+        held = ledger(ellipsoids, points, codes, len(data.classes))
     inside = held.cells.T.astype(np.int64) @ held.counts
     return Partition(
         ellipsoids=tuple(_with_counts(e, inside[k], data.classes) for k, e in enumerate(ellipsoids)),
@@ -146,13 +148,17 @@ def _run(tasks: list[_Task], n_jobs: int | None, progress: Choice) -> list[tuple
 
 
 def _separate(task: _Task, advance: Callable[[int], None] | None = None) -> Separation:
-    from threadpoolctl import threadpool_limits
-
     own = task.codes == task.code
     separator = Separator(**task.parameters, keep=task.keep, tick=advance)
-    # The matrices are small: threads cost more than they give, and one thread makes sums the same everywhere.
-    with threadpool_limits(1):
+    with _one_thread():
         return separator.separate(task.points[own], task.points[~own])
+
+
+def _one_thread() -> AbstractContextManager[Any]:
+    """The matrices are small: threads cost more than they give, and one thread makes sums the same everywhere."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1)
 
 
 def _pool(

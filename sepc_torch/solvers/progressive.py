@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sepc_torch.affine_hull import AffineHull, affine_hull, thickness
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, MinimumVolumeEllipsoid
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, MinimumVolumeEllipsoid, whitened_norms
 from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.solvers.design import Bounds, Design, inverse_root
 from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volume
@@ -103,13 +103,10 @@ class _View(NamedTuple):
 
     def sides(self, z: Float[Array, "M D"]) -> tuple[Bool[Array, "M"], Bool[Array, "M"]]:
         """Which points are surely inside and which surely outside."""
-        offsets = z - self.center
-        v = offsets @ self.factor.T
-        g = 1.0 + np.einsum("ij,ij->i", v, v)
+        g = 1.0 + whitened_norms(z, self.center, self.factor) ** 2
         across = np.zeros(1)
         if self.hull.normals.shape[1]:
-            a = offsets @ self.hull.normals / self.thickness
-            across = np.einsum("ij,ij->i", a, a)
+            across = whitened_norms(z, self.center, self.hull.normals.T / self.thickness) ** 2
         # Inside the hull the squared distance to the exact ellipsoid is (g* - 1) / r.
         farthest = (g / self.bounds.inner - 1.0) / self.hull.rank + across
         nearest = (g / self.bounds.outer - 1.0) / self.hull.rank + across
