@@ -27,9 +27,13 @@ class EllipsoidBank(nn.Module):
     are computed in the wider of the input's and the module's dtype, and never below float32: ``.half()`` moves the
     module but keeps float32, and autocast is off inside.
 
+    Points and centres are taken relative to an ``origin`` in their midst, so that data far from zero (a year, a
+    time stamp) lose no digits in float32 beyond those of the points themselves.
+
     Args:
-        centers: Centres :math:`c_k` (K, D).
+        centers: Centres :math:`c_k` (K, D), relative to ``origin`` where that is given.
         whiteners: Whiteners :math:`W_k` (K, D, D).
+        origin: The origin (D,); by default one is chosen.
 
     >>> import torch
     >>> bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.stack([torch.eye(2), 0.5 * torch.eye(2)]))
@@ -37,10 +41,13 @@ class EllipsoidBank(nn.Module):
     tensor([[1., 1.]])
     """
 
-    centers: Tensor
+    origin: Tensor
+    offsets: Tensor
     whiteners: Tensor
 
-    def __init__(self, centers: Float[Tensor, "K D"], whiteners: Tensor) -> None:
+    def __init__(
+        self, centers: Float[Tensor, "K D"], whiteners: Tensor, origin: Float[Tensor, "D"] | None = None
+    ) -> None:
         super().__init__()
         count, dim = centers.shape
         if whiteners.shape != (count, dim, dim):
@@ -48,37 +55,50 @@ class EllipsoidBank(nn.Module):
                 f"{count} centres in {dim} dimensions need whiteners of shape {(count, dim, dim)}, "
                 f"got {tuple(whiteners.shape)}."
             )
-        self.register_buffer("centers", centers)
+        if origin is None:
+            # A number that float32 holds exactly: subtracting it from a float32 point nearby rounds nothing.
+            origin = centers.mean(dim=0).float().to(centers.dtype)
+            centers = centers - origin
+        self.register_buffer("origin", origin)
+        self.register_buffer("offsets", centers)
         self.register_buffer("whiteners", whiteners)
+
+    @property
+    def centers(self) -> Float[Tensor, "K D"]:
+        """The centres in the caller's coordinates."""
+        return self.origin + self.offsets
 
     @property
     def dim(self) -> int:
         """Number of features D."""
-        return self.centers.shape[1]
+        return self.offsets.shape[1]
 
     def __len__(self) -> int:
-        return self.centers.shape[0]
+        return self.offsets.shape[0]
 
     def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
         r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
-        z, centers, whiteners = self._common(z)
-        return ops.distances(z, centers, whiteners)
+        z = self.relative(z)
+        return ops.distances(z, self.offsets.to(z.dtype), self.whiteners.to(z.dtype))
 
     def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
-        """Directions and lengths of the semi-axes after dividing each feature by its scale; decomposed in float64."""
+        """The semi-axes, and centres relative to the origin, with each feature divided by its scale."""
         _, inverse, directions = torch.linalg.svd(self.whiteners.double() * scale.double())
         dtype = self.whiteners.dtype
-        return PrincipalAxes((self.centers / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
+        return PrincipalAxes((self.offsets / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
 
-    def _common(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if z.dim() != 2 or z.shape[1] != self.centers.shape[1]:
+    def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
+        """Points relative to the origin, in the wider of their own and the module's dtype, or a clear error."""
+        if not isinstance(z, Tensor):
+            raise TypeError(f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor, or predict for arrays.")
+        if z.dim() != 2 or z.shape[1] != self.dim:
             raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.")
         if not z.is_floating_point():
             raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
-        if z.device != self.centers.device:
-            raise ValueError(f"z is on {z.device} and the ellipsoids on {self.centers.device}; move one with .to().")
-        dtype = torch.promote_types(z.dtype, self.centers.dtype)
-        return z.to(dtype), self.centers.to(dtype), self.whiteners.to(dtype)
+        if z.device != self.offsets.device:
+            raise ValueError(f"z is on {z.device} and the ellipsoids on {self.offsets.device}; move one with .to().")
+        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
+        return z.to(dtype) - self.origin.to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 # Training points that support an ellipsoid lie on its surface, and rounding puts them on either side. Everything
 # within this distance of the surface counts as inside: a hundred times float32's rounding of a distance near 1, so
 # that float64 and float32 agree on the training points, and far below what any data resolve.
-SURFACE_TOLERANCE = 1e-5
+SURFACE_TOLERANCE = 1e-4
 
 
 # The least semi-axis of an ellipsoid of the partition, in standard deviations of each feature: well above float32's

@@ -118,7 +118,7 @@ def _contributions(
     Relative to the sum of their magnitudes: features that vary together push out and pull back much more than is
     left of it.
     """
-    offset = z.to(torch.float64) - bank.centers[nearest].double()
+    offset = z.to(torch.float64) - (bank.origin.double() + bank.offsets[nearest].double())
     whitener = bank.whiteners[nearest].double()
     parts = offset * (whitener.T @ (whitener @ offset))
     shares = (parts / parts.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)).tolist()

@@ -24,11 +24,13 @@ from sepc_torch.explaining import Explanation
 from sepc_torch.inputs import count, training_set
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, fit_projection
-from sepc_torch.sepc import SEPC, Nearest, Prediction, resize_buffers
+from sepc_torch.sepc import SEPC, NanPolicy, Nearest, Prediction, resize_buffers
 from sepc_torch.shapes import Array, Float, Int
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
 _MOST_DIMENSIONS = 32
+# Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
+_FEW_DIMENSIONS = 4
 
 
 class HeadPrediction(NamedTuple):
@@ -91,6 +93,7 @@ class TrustHead(nn.Module):
         projection: Method = "pca",
         max_impure: int | None = None,
         nearest: Nearest = "mahalanobis",
+        nan_policy: NanPolicy = "raise",
         floor: float = DEFAULT_FLOOR,
         solver: str = "native",
         n_jobs: int | None = None,
@@ -113,6 +116,7 @@ class TrustHead(nn.Module):
             max_impure: Foreign points an ellipsoid may hold. By default one in a hundred of the median class, at
                 least 2.
             nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
+            nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
             n_jobs: Processes, as in joblib.
@@ -128,9 +132,27 @@ class TrustHead(nn.Module):
         embeddings, labels = _gather(embeddings, labels, encoder)
         data = training_set(embeddings, labels, classes, least_per_class=1)
         sizes = np.bincount(data.codes)
-        dim = _default_dim(sizes, data.points.shape[1]) if dim is None else count(dim, "dim", least=1)
+        features = data.points.shape[1]
+        if dim is None:
+            dim = _default_dim(sizes, features)
+            if dim < min(_FEW_DIMENSIONS, features):
+                warnings.warn(
+                    f"The smallest class has {sizes.min()} points, so embeddings are projected on {dim} dimensions. "
+                    "Leave that class out, or choose dim.",
+                    stacklevel=2,
+                )
+        elif count(dim, "dim", least=1) > features:
+            raise ValueError(f"dim={dim} is more than the {features} features of the embeddings.")
         max_impure = max(2, round(float(np.median(sizes)) / 100)) if max_impure is None else max_impure
+        if normalize == "l2" and not np.any(data.points, axis=1).all():
+            raise ValueError(
+                "Some embeddings are all zeros and have no direction; drop them, or choose normalize=None."
+            )
         project = fit_projection(data.points, data.codes, dim, normalize, projection)
+        if sizes.max() < len(project.matrix):
+            raise ValueError(
+                f"No class has {len(project.matrix)} points, one per dimension; choose dim <= {sizes.max()}."
+            )
         _warn_of_small_classes(sizes, len(project.matrix), data.classes)
         # In the arithmetic in which the head will see embeddings again, so that training points land where they were.
         points = project(torch.from_numpy(data.points).float()).double().numpy()
@@ -145,7 +167,9 @@ class TrustHead(nn.Module):
             progress=progress,
             classes=data.classes,
         )
-        return cls(project, SEPC.from_partition(part, nearest))
+        sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
+        sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
+        return cls(project, sepc)
 
     @property
     def classes(self) -> list[Any]:
@@ -153,7 +177,7 @@ class TrustHead(nn.Module):
         return self.sepc.classes
 
     @property
-    def dim(self) -> int:
+    def in_features(self) -> int:
         """Number of features D of the embeddings."""
         return self.projection.shift.shape[0]
 
@@ -167,6 +191,8 @@ class TrustHead(nn.Module):
                     f"logits must have shape {(z.shape[0], len(self.classes))}, a column for each class, "
                     f"got {tuple(logits.shape)}."
                 )
+            if not torch.compiler.is_compiling() and bool(logits.isnan().any()):
+                raise ValueError("logits hold NaN: the network gave no label there. Drop those rows.")
             labels = logits.argmax(dim=1)
         own, given = self.sepc.judge(self.projection(z), labels)
         return HeadPrediction(*own, given.label, given.trust, given.margin)
@@ -240,8 +266,18 @@ def _encode(batches: Iterable[Any], encoder: Callable[[Any], Tensor]) -> tuple[A
         if module is not None:
             module.eval()
         for batch in batches:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+                raise TypeError(
+                    f"Every batch must be a pair (inputs, labels), got a {type(batch).__name__}{size}. Wrap it: "
+                    "TrustHead.fit(((b['x'], b['y']) for b in loader), encoder=...)."
+                )
             inputs, targets = batch
             z = encoder(inputs.to(device) if device is not None and isinstance(inputs, Tensor) else inputs)
+            if not isinstance(z, Tensor):
+                raise TypeError(
+                    f"The encoder must return a tensor of embeddings, got a {type(z).__name__}; take the right entry."
+                )
             found.append(z.flatten(1).float().cpu().numpy())
             labels.append(np.asarray(targets))
     finally:

@@ -138,6 +138,11 @@ def landscape(
     data = training_set(X, y, classes)
     if partition is None:
         partition = make_partition(X, y, max_impure=max_impure, solver=solver, classes=classes)
+    foreign = [label for label in data.classes.tolist() if label not in partition.classes.tolist()]
+    if foreign:
+        raise ValueError(
+            f"y holds the labels {foreign}, which the partition of {partition.classes.tolist()} does not know."
+        )
     points = (data.points - data.points.mean(axis=0)) / feature_scale(data.points)
     labels = data.classes.tolist()
     own = [

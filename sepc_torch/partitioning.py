@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch import __version__
-from sepc_torch.affine_hull import stretched
+from sepc_torch.affine_hull import affine_hull, stretched
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Kind, MinimumVolumeEllipsoid
 from sepc_torch.inputs import TrainingSet, count, feature_scale, positive, training_set
 from sepc_torch.ledger import ledger
@@ -87,13 +87,14 @@ def partition(
     order = np.lexsort((data.codes, *data.points.T[::-1]))
     points, codes = data.points[order], data.codes[order]
     mean, unit = points.mean(axis=0), feature_scale(points)
+    standard = np.ascontiguousarray((points - mean) / unit)
     parameters = {
         "max_impure": max_impure,
         "floor": floor,
+        "dim": max(affine_hull(standard).rank, 1),
         "solver": solver,
         "metric": None if standardize else unit,
     }
-    standard = np.ascontiguousarray((points - mean) / unit)
     runs = _run(_tasks(standard, codes, data.classes, parameters), n_jobs, progress)
     separated = time.perf_counter()
     ellipsoids, hyperplanes = _pool(runs, data, order, mean, unit, standardize)

@@ -25,7 +25,8 @@ _SHRINKAGE = 1e-3
 class Projection(nn.Module):
     r"""The map :math:`x \mapsto P (\bar x - m)`, with :math:`\bar x = x / \|x\|` if so chosen, from D to R features.
 
-    ``shift`` is :math:`m` (D,), ``matrix`` is :math:`P` (R, D). Computed in at least float32, whatever autocast says.
+    An embedding of zeros has no direction and becomes NaN, which the head refuses or flags. ``shift`` is :math:`m`
+    (D,), ``matrix`` is :math:`P` (R, D). Computed in at least float32, whatever autocast says.
     """
 
     shift: Tensor
@@ -45,7 +46,8 @@ class Projection(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             if self.unit_length:
-                x = nn.functional.normalize(x, dim=1)
+                # A zero embedding has no direction: 0 / 0 marks it, so that it is refused and not taken for the mean.
+                x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
             return (x - self.shift.to(dtype)) @ self.matrix.to(dtype).T
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
@@ -86,6 +88,8 @@ def fit_projection(
 def _principal(centred: Float[Array, "N D"], dim: int) -> Float[Array, "R D"]:
     variance, vectors = np.linalg.eigh(centred.T @ centred / len(centred))
     variance, vectors = variance[::-1], vectors[:, ::-1]
+    if variance[0] <= 0:
+        raise ValueError("The embeddings do not vary: all are the same point.")
     present = int(np.count_nonzero(variance > (_NOISE**2) * variance[0]))
     return vectors[:, : min(dim, present)].T
 

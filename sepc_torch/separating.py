@@ -8,7 +8,8 @@ points of the other set, the step is repeated on the points it covers. What the 
 - Impure means *more than* ``max_impure``; with "at least", as Algorithm 1 prints it, 0 would never end.
 - Where :math:`c = d`, or where the step takes no point away, both hulls are reduced to their centroids instead. A set
   that this does not reduce either cannot be separated further and is covered as it is: a *terminal* ellipsoid.
-- At most as many points as dimensions are *isolated* points; each is a ball of the least semi-axis.
+- At most as many points as dimensions are *isolated* points; each is a ball of the least semi-axis. Dimensions are
+  those that the data span: a constant or dependent feature adds none.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Separator:
     Args:
         max_impure: Remaining points of the other set that an ellipsoid may hold.
         floor: Least semi-axis of an ellipsoid.
+        dim: Dimension of the space that the data span, by default the number of features: sets of no more points are
+            isolated.
         metric: Factor by which each feature enters the reduced hulls, which, other than the ellipsoids, depend on
             scale.
         tol: Gap to which ellipsoids are certified.
@@ -110,18 +113,20 @@ class Separator:
         *,
         max_impure: int,
         floor: float,
+        dim: int | None = None,
         metric: Float[Array, "D"] | None = None,
         tol: float = 1e-7,
         solver: str = NATIVE,
         keep: tuple[bool, bool] = (True, True),
         tick: Callable[[int], None] | None = None,
     ) -> None:
-        self.max_impure, self.floor, self.metric, self.tol, self.solver = max_impure, floor, metric, tol, solver
+        self.max_impure, self.floor, self.dim, self.metric = max_impure, floor, dim, metric
+        self.tol, self.solver = tol, solver
         self.keep, self.tick = keep, tick
 
     def separate(self, x: Float[Array, "N D"], y: Float[Array, "M D"]) -> Separation:
         """Algorithm 1."""
-        sets, dim = (x, y), x.shape[1]
+        sets, dim = (x, y), self._dim(x)
         left = [np.arange(len(x)), np.arange(len(y))]
         pieces: list[Piece] = []
         hyperplanes: list[Hyperplane] = []
@@ -153,6 +158,9 @@ class Separator:
                 pieces += self._pieces(sets[side], left[side], others, covering, blank)
                 self._done(side, len(left[side]))
         return Separation(tuple(pieces), tuple(hyperplanes))
+
+    def _dim(self, points: Float[Array, "N D"]) -> int:
+        return points.shape[1] if self.dim is None else self.dim
 
     def _done(self, side: int, points: int) -> None:
         if self.tick is not None and self.keep[side]:
@@ -188,7 +196,7 @@ class Separator:
         """
         own_in_metric, others_in_metric = self._in_metric(own), self._in_metric(others)
         direction = None
-        while len(members) > own.shape[1]:
+        while len(members) > self._dim(own):
             covering = self._cover(own[members]) if covering is None else covering
             if not self._impure(covering, others):
                 return members, covering, True

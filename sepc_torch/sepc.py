@@ -46,6 +46,8 @@ class Prediction(NamedTuple):
 
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Bool[Tensor, "B"]:
         """Which predictions to refuse: trust below the threshold, and points outside every ellipsoid unless allowed."""
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"threshold must lie between 0 and 1, got {threshold}.")
         refused = (self.trust < threshold) | (self.label < 0)
         return refused | (self.rule == int(Rule.OUTSIDE)) if outside else refused
 
@@ -79,7 +81,7 @@ class SEPC(nn.Module):
     def __init__(
         self,
         bank: EllipsoidBank,
-        training: TrainingCounts,
+        training_counts: TrainingCounts,
         totals: Int[Tensor, "C"],
         scale: Float[Tensor, "D"],
         *,
@@ -93,7 +95,7 @@ class SEPC(nn.Module):
         _check_choice("nearest", nearest, get_args(Nearest))
         _check_choice("nan_policy", nan_policy, get_args(NanPolicy))
         self.bank = bank
-        for name, tensor in training._asdict().items():
+        for name, tensor in training_counts._asdict().items():
             self.register_buffer(name, tensor)
         self.register_buffer("totals", totals)
         self.register_buffer("scale", scale)
@@ -145,9 +147,13 @@ class SEPC(nn.Module):
             ranks=torch.from_numpy(ledger.ranks),
         )
         bank = EllipsoidBank(
-            torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])).to(dtype),
-            torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])).to(dtype),
-        )
+            torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])),
+            torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])),
+        ).to(dtype)
+        if not all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers()):
+            raise ValueError(
+                f"The ellipsoids leave the range of {dtype}; scale the features, or use dtype=torch.float64."
+            )
         return cls(
             bank,
             training,
@@ -191,15 +197,11 @@ class SEPC(nn.Module):
     def judge(self, z: Tensor, label: Tensor | None = None) -> tuple[Prediction, Prediction]:
         """The prediction for the model's own label and, in the same place, for the given one (by default the same)."""
         distance, found = self._resolve(z)
-        bad = self._bad_rows(z)
+        bad = self._bad_rows(distance)
         own = self._judge(distance, found, bad, found.label)
         if label is None:
             return own, own
-        if label.shape != found.label.shape or label.is_floating_point():
-            raise ValueError(
-                f"label must be {len(z)} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
-            )
-        return own, self._judge(distance, found, bad, label)
+        return own, self._judge(distance, found, bad, self._checked(label, z.shape[0]))
 
     def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
         """The probability of every class given the point's region, the point counted as ``label``, by default its own.
@@ -208,8 +210,23 @@ class SEPC(nn.Module):
         Bayes' formula weighs counts by the size of the classes.
         """
         distance, found = self._resolve(z)
-        self._bad_rows(z)
-        return posterior(found.counts, self.totals, found.label if label is None else label, distance.dtype)
+        bad = self._bad_rows(distance)
+        judged = found.label if label is None else self._checked(label, z.shape[0])
+        return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
+
+    def _checked(self, label: Tensor, count: int) -> Int[Tensor, "B"]:
+        """Given labels as indices, or a clear error."""
+        label = torch.as_tensor(label, device=self.codes.device)
+        if label.shape != (count,) or label.is_floating_point() or label.dtype == torch.bool:
+            raise ValueError(
+                f"label must be {count} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
+            )
+        if not torch.compiler.is_compiling() and bool(((label < 0) | (label >= len(self.classes))).any()):
+            raise ValueError(
+                f"label must hold indices from 0 to {len(self.classes) - 1} into classes={self.classes}, not the "
+                f"labels themselves; got values from {int(label.min())} to {int(label.max())}."
+            )
+        return label.long()
 
     def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
         distance = self.bank(z)
@@ -221,7 +238,7 @@ class SEPC(nn.Module):
         dtype = distance.dtype
         wanted = (distance > 1.0 + SURFACE_TOLERANCE).all(dim=1)
         axes = (tensor.to(dtype) for tensor in (self.axis_centers, self.axis_directions, self.axis_lengths))
-        return ops.euclidean_distances(z.detach().to(dtype) / self.scale.to(dtype), *axes, wanted)
+        return ops.euclidean_distances(self.bank.relative(z.detach()) / self.scale.to(dtype), *axes, wanted)
 
     def _judge(
         self, distance: Float[Tensor, "B K"], found: Resolution, bad: Bool[Tensor, "B"], judged: Int[Tensor, "B"]
@@ -240,14 +257,15 @@ class SEPC(nn.Module):
             runner_up=runner_up,
         )
 
-    def _bad_rows(self, z: Tensor) -> Bool[Tensor, "B"]:
-        bad = ~torch.isfinite(z).all(dim=1)
+    def _bad_rows(self, distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:
+        """Rows without a distance: they hold NaN or infinity, or numbers whose squares overflow."""
+        bad = ~torch.isfinite(distance).any(dim=1)
         # A compiled graph cannot stop halfway, so there every policy flags.
         if self.nan_policy == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(
-                f"z holds NaN or infinity in {int(bad.sum())} rows, first in row {row}. Drop such rows, or make the "
-                "model with nan_policy='flag' to give them label -1 and trust 0."
+                f"z holds NaN, infinity or numbers too large for {distance.dtype} in {int(bad.sum())} rows, first in "
+                f"row {row}. Drop such rows, or choose nan_policy='flag' to give them label -1 and trust 0."
             )
         return bad
 
@@ -270,16 +288,18 @@ class SEPC(nn.Module):
         """
         points = self.as_tensor(z)
         if points.dim() == 1:
+            if i not in (None, 0):
+                raise IndexError(f"There is no row {i}: z is a single point.")
             points, i = points.unsqueeze(0), 0
         if i is not None:
             if not -len(points) <= i < len(points):
                 raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
             points = points[i : i + 1] if i >= 0 else points[i:][:1]
-        self._bad_rows(points)
         distance, found = self._resolve(points)
-        out = self._judge(
-            distance, found, torch.zeros(len(points), dtype=torch.bool, device=points.device), found.label
-        )
+        bad = self._bad_rows(distance)
+        if bool(bad.any()):
+            raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
+        out = self._judge(distance, found, bad, found.label)
         model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
         rows = [
             explain(
@@ -295,10 +315,15 @@ class SEPC(nn.Module):
 
     def as_tensor(self, z: Any) -> Tensor:
         """Points of any kind as a floating-point tensor on the model's device."""
+        if hasattr(z, "columns") and self.feature_names is not None:
+            missing = [name for name in self.feature_names if name not in list(z.columns)]
+            if missing:
+                raise ValueError(f"The table lacks the columns {missing}, which the model was fitted on.")
+            z = z[list(self.feature_names)]
         if not isinstance(z, Tensor):
             z = torch.from_numpy(np.array(z, dtype=np.float64))  # a copy: DataFrames hand out read-only arrays
-        z = z.to(self.bank.centers.device)
-        return z if z.is_floating_point() else z.to(self.bank.centers.dtype)
+        z = z.to(self.codes.device)
+        return z if z.is_floating_point() else z.to(self.bank.offsets.dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a safetensors file: buffers and metadata, no pickle, no training point."""
@@ -315,7 +340,7 @@ class SEPC(nn.Module):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:
         """The model of a state dict's tensors and the metadata beside them."""
-        bank = EllipsoidBank(tensors["bank.centers"], tensors["bank.whiteners"])
+        bank = EllipsoidBank(tensors["bank.offsets"], tensors["bank.whiteners"], tensors["bank.origin"])
         training = TrainingCounts(**{name: tensors[name] for name in TrainingCounts._fields})
         names = metadata["feature_names"]
         return cls(
@@ -362,7 +387,9 @@ def _after_loading(module: SEPC, _keys: Any) -> None:
 
 
 def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give the buffers the shapes of a state dict: another partition has another number of ellipsoids."""
+    """Give the buffers the shapes of a state dict, if it is complete: another partition has other numbers."""
+    if any(prefix + name not in state_dict for name in module.state_dict()):
+        return
     for name, buffer in list(module.named_buffers()):
         saved = state_dict.get(prefix + name)
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:

@@ -17,6 +17,7 @@ from sepc_torch.shapes import Array
 # Raised when the meaning of a file changes; older readers then refuse it instead of misreading it.
 FORMAT = 1
 _KEY = "sepc_torch"
+_READERS = {"partition": "Partition.load", "sepc": "SEPC.load", "trust_head": "TrustHead.load"}
 
 
 def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
@@ -78,5 +79,8 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
             f"this version reads up to format {FORMAT}. Upgrade sepc_torch."
         )
     if metadata.get("kind") != kind:
-        raise ValueError(f"{os.fspath(path)!r} holds a {metadata.get('kind')}, not a {kind}.")
+        found = str(metadata.get("kind"))
+        raise ValueError(
+            f"{os.fspath(path)!r} holds a {found}, not a {kind}; read it with {_READERS.get(found, 'its own reader')}."
+        )
     return arrays, metadata

@@ -224,3 +224,43 @@ def test_refuses_what_does_not_fit(rng: Rng) -> None:
         head(z, logits=torch.zeros(len(z), 4))
     with pytest.raises(ValueError, match="not both"):
         head(z, logits=torch.zeros(len(z), 3), labels=torch.zeros(len(z), dtype=torch.int64))
+
+
+def test_a_zero_embedding_has_no_direction(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    head = TrustHead.fit(x, y, nan_policy="flag")
+    out = head(torch.cat([torch.zeros(1, 12), torch.from_numpy(x[:1]).float()]))
+    assert out.label[0] == -1
+    assert out.abstain(0.0).tolist()[0]
+    assert out.label[1] >= 0
+    with pytest.raises(ValueError, match="holds NaN"):
+        TrustHead.fit(x, y)(torch.zeros(1, 12))
+    x[3] = 0.0
+    with pytest.raises(ValueError, match="all zeros"):
+        TrustHead.fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": 1, "y": 2}, "got a dict"),
+        ((1, 2, 3), "got a tuple of 3"),
+        ((torch.zeros(2, 3), torch.zeros(2)), "got a dict"),
+    ],
+)
+def test_batches_that_do_not_fit(batch: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        TrustHead.fit([batch], encoder=lambda x: {"z": x})  # type: ignore[arg-type,return-value]
+
+
+def test_sizes_that_do_not_fit(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    with pytest.raises(ValueError, match="dim=20 is more than the 12 features"):
+        TrustHead.fit(x, y, dim=20)
+    with pytest.raises(ValueError, match="do not vary"):
+        TrustHead.fit(np.ones((40, 3)), np.repeat([0, 1], 20), normalize=None, dim=2)
+    with pytest.raises(ValueError, match="logits hold NaN"):
+        TrustHead.fit(x, y, dim=3)(torch.from_numpy(x).float(), logits=torch.full((400, 3), torch.nan))
+    y[:2] = 9
+    with pytest.warns(UserWarning, match="smallest class has 2 points, so embeddings are projected on 1 dimensions"):
+        TrustHead.fit(x, y)

@@ -437,3 +437,12 @@ def test_it_says_how_it_was_made(rng: np.random.Generator) -> None:
     assert {"sepc_torch", "numpy"} <= set(made.pop("versions"))
     assert made == {"max_impure": 1, "solver": "native", "standardize": False, "floor": 0.01}
     assert all(seconds >= 0 for seconds in part.seconds.values())
+
+
+def test_features_that_add_nothing_change_nothing(rng: np.random.Generator) -> None:
+    """A constant feature spans no dimension: no set becomes too small for it."""
+    y = rng.integers(0, 2, 200)
+    x = rng.normal(size=(200, 3)) + 1.5 * y[:, None]
+    plain, wider = partition(x, y), partition(np.column_stack([x, np.full(200, 7.0)]), y)
+    assert [e.covered for e in wider.ellipsoids] == [e.covered for e in plain.ellipsoids]
+    assert [e.kind for e in wider.ellipsoids] == [e.kind for e in plain.ellipsoids]

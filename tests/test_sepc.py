@@ -263,3 +263,68 @@ def test_refuses_bad_input(model: tuple[SEPC, Partition, Tensor, Array]) -> None
         _check_choice("nearest", "manhattan", ("mahalanobis", "euclidean"))  # the type checks of the tests come first
     with pytest.raises(ValueError, match="dtype must be"):
         SEPC.from_partition(part, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+def test_float32_covers_the_training_points_far_from_zero(rng: Rng, offset: float) -> None:
+    """The default model, on float64 points: the ellipsoids are rounded, the place they are in is not."""
+    x, y = blobs(rng, classes=2)
+    x += offset
+    part = partition(x, y)
+    exact = SEPC.from_partition(part, dtype=torch.float64)(torch.from_numpy(x))
+    found = SEPC.from_partition(part)(torch.from_numpy(x))
+    assert not (exact.rule == int(Rule.OUTSIDE)).any()
+    assert torch.equal(found.rule, exact.rule)
+    assert torch.equal(found.label, exact.label)
+
+
+def test_refuses_labels_that_are_no_indices(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+    sepc, _, x, _ = model
+    for wrong in (torch.full((len(x),), 3), torch.full((len(x),), -1)):
+        with pytest.raises(
+            ValueError, match=r"indices from 0 to 2 into classes=\['ash', 'birch', 'cedar'\], not the labels"
+        ):
+            sepc(x, wrong)
+    with pytest.raises(ValueError, match=r"indices into classes, got torch\.bool"):
+        sepc(x, torch.ones(len(x), dtype=torch.bool))
+    as_int32 = sepc(x, torch.zeros(len(x), dtype=torch.int32))
+    assert same(as_int32, sepc(x, torch.zeros(len(x), dtype=torch.int64)))
+
+
+def test_flagged_rows_are_neither_explained_nor_likely(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+    _, part, _, _ = model
+    huge = torch.full((1, 3), torch.inf)
+    flagged = SEPC.from_partition(part, nan_policy="flag")
+    assert flagged(huge).label.tolist() == [-1]
+    assert flagged.posterior(huge).isnan().all()
+    with pytest.raises(ValueError, match="nothing to explain"):
+        flagged.explain(huge)
+
+
+def test_frames_are_read_by_name(rng: Rng) -> None:
+    import pandas as pd
+
+    x, y = blobs(rng, classes=2)
+    frame = pd.DataFrame(x, columns=["a", "b", "c"])
+    sepc = SEPC.from_partition(partition(frame, y))
+    assert (sepc.predict(frame[["c", "a", "b"]]) == sepc.predict(frame)).all()
+    with pytest.raises(ValueError, match=r"lacks the columns \['b'\]"):
+        sepc.predict(frame[["a", "c"]])
+
+
+def test_an_incomplete_state_dict_leaves_a_whole_model(rng: Rng, model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+    sepc, _, x, _ = model
+    before = sepc(x)
+    more, labels = blobs(rng, classes=4, count=400)
+    state = SEPC.from_partition(partition(more, labels)).state_dict()
+    del state["bank.offsets"]
+    with pytest.raises(RuntimeError, match=r"bank\.offsets"):
+        sepc.load_state_dict(state)
+    assert sepc(x).label.shape == before.label.shape, "buffers of two models must not mix"
+    assert len(sepc.bank) == len(sepc.codes)
+
+
+def test_abstain_needs_a_probability(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+    sepc, _, x, _ = model
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        sepc(x).abstain(threshold=95.0)
