@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from sepc_torch.overlap import small_disjuncts as small_disjuncts
     from sepc_torch.partition_record import Partition as Partition
     from sepc_torch.partitioning import partition as partition
+    from sepc_torch.prediction import Prediction as Prediction
     from sepc_torch.rules import Rule as Rule
     from sepc_torch.rules import resolve as resolve
     from sepc_torch.sepc import SEPC as SEPC
-    from sepc_torch.sepc import Prediction as Prediction
     from sepc_torch.solvers import distance_to_ellipsoid as distance_to_ellipsoid
     from sepc_torch.solvers import ellipsoids_intersect as ellipsoids_intersect
     from sepc_torch.solvers import minimum_volume_ellipsoid as minimum_volume_ellipsoid
@@ -43,7 +43,7 @@ _HOME = {
     "Landscape": "overlap",
     "MinimumVolumeEllipsoid": "ellipsoid",
     "Partition": "partition_record",
-    "Prediction": "sepc",
+    "Prediction": "prediction",
     "Rule": "rules",
     "TrustHead": "head",
     "bayes_trust": "trust",

@@ -23,7 +23,8 @@ except ModuleNotFoundError:
     raise SystemExit("sepc: the command line needs more packages: pip install 'sepc_torch[cli]'") from None
 
 if TYPE_CHECKING:
-    from sepc_torch.sepc import SEPC, Prediction
+    from sepc_torch.prediction import Prediction
+    from sepc_torch.sepc import SEPC
     from sepc_torch.shapes import Array, Float, Int
     from sepc_torch.tabular import Table
 
@@ -314,8 +315,8 @@ def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
 def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:
     import torch
 
+    from sepc_torch.prediction import Prediction
     from sepc_torch.progress import Bar
-    from sepc_torch.sepc import Prediction
 
     parts = []
     with Bar("score", len(points), "auto") as bar:

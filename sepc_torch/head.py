@@ -22,9 +22,10 @@ from sepc_torch import storage
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.explaining import Explanation
 from sepc_torch.inputs import count, training_set
+from sepc_torch.prediction import Prediction
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, fit_projection
-from sepc_torch.sepc import SEPC, NanPolicy, Nearest, Prediction, resize_buffers
+from sepc_torch.sepc import SEPC, NanPolicy, Nearest, resize_buffers
 from sepc_torch.shapes import Array, Float, Int
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,41 +15,13 @@ from sepc_torch.bank import EllipsoidBank, at_least_float32
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.explaining import Described, Explanation, explain
 from sepc_torch.partition_record import Partition
-from sepc_torch.rules import Resolution, Rule, TrainingCounts, class_distance, resolve
+from sepc_torch.prediction import Prediction
+from sepc_torch.rules import Resolution, TrainingCounts, class_distance, resolve
 from sepc_torch.shapes import Bool, Float, Int
 from sepc_torch.trust import bayes_trust, posterior
 
 Nearest = Literal["mahalanobis", "euclidean"]
 NanPolicy = Literal["raise", "flag"]
-
-
-class Prediction(NamedTuple):
-    """What SEP-C says of a batch; every field is a tensor (B,).
-
-    Attributes:
-        label: Index into the model's ``classes``; -1 for a flagged row that holds NaN.
-        trust: Probability of the label given the training points that share the point's region.
-        rule: The :class:`Rule` that gave the label.
-        distance: Mahalanobis distance to the nearest ellipsoid; 1 is its surface.
-        margin: Distance to the nearest ellipsoid of another class over that to the nearest of the label's own.
-        nearest: Index of the nearest ellipsoid.
-        runner_up: The class of the nearest ellipsoid that is not of the label's.
-    """
-
-    label: Int[Tensor, "B"]
-    trust: Float[Tensor, "B"]
-    rule: Int[Tensor, "B"]
-    distance: Float[Tensor, "B"]
-    margin: Float[Tensor, "B"]
-    nearest: Int[Tensor, "B"]
-    runner_up: Int[Tensor, "B"]
-
-    def abstain(self, threshold: float = 0.5, outside: bool = True) -> Bool[Tensor, "B"]:
-        """Which predictions to refuse: trust below the threshold, and points outside every ellipsoid unless allowed."""
-        if not 0.0 <= threshold <= 1.0:
-            raise ValueError(f"threshold must lie between 0 and 1, got {threshold}.")
-        refused = (self.trust < threshold) | (self.label < 0)
-        return refused | (self.rule == int(Rule.OUTSIDE)) if outside else refused
 
 
 class SEPC(nn.Module):
@@ -58,7 +30,7 @@ class SEPC(nn.Module):
     Make one with :meth:`from_partition` or :meth:`load`.
 
     >>> import torch
-    >>> from sepc_torch import partition
+    >>> from sepc_torch import Rule, partition
     >>> part = partition([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]], [0, 0, 0, 1, 1, 1])
     >>> sepc = SEPC.from_partition(part)
     >>> out = sepc(torch.tensor([[0.3, 0.3], [4.0, 4.0]]))

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from sepc_torch.prediction import Prediction
 from sepc_torch.rules import Rule
-from sepc_torch.sepc import Prediction
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.storage import replacing
 from sepc_torch.tables import text_table

@@ -39,6 +39,7 @@ ORDER = [
     "kernels",
     "rules",
     "trust",
+    "prediction",
     "explaining",
     "sepc",
     "head",
