@@ -16,6 +16,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -85,9 +86,18 @@ def peak_bytes(kind: str, rows: int, count: int, dim: int, seed: int) -> int:
 def report_peak(kind: str, rows: int, count: int, dim: int, rng: np.random.Generator) -> None:
     methods, z = prepare(rows, count, dim, rng)
     methods[kind](z[:10])  # load what the first call loads
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    methods[kind](z)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    before = most = resident_bytes()
+    worker = threading.Thread(target=methods[kind], args=(z,))
+    worker.start()
+    while worker.is_alive():
+        most = max(most, resident_bytes())
+        time.sleep(2e-4)
+    print(most - before)
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def prepare(
