@@ -31,7 +31,7 @@ def solvers() -> str:
     rows = [
         [
             f"{r['points']:,} x {r['dims']}".replace(",", " "),
-            f"{r['native_s'] * 1e3:.3g} ms",
+            f"{r['native_s']:.1f} s" if r["native_s"] >= 1 else f"{r['native_s'] * 1e3:.3g} ms",
             f"{r['ratio_direct']:.0f} x" if "ratio_direct" in r else "",
             f"{r['ratio_generated']:.0f} x" if "ratio_generated" in r else "",
         ]
