@@ -34,8 +34,8 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
     standardize : bool, default=True
         Separate the classes in standard deviations of each feature. The ellipsoids themselves do not depend on scale.
     nearest : {"euclidean", "mahalanobis"}, default="euclidean"
-        How a point outside every ellipsoid finds the nearest one. Euclidean, as in the paper, is the more accurate on
-        tables (``experiments/nearest.py``), Mahalanobis the faster.
+        How a point outside every ellipsoid finds the nearest one. Euclidean is the paper's way, and the more
+        accurate in the mean of ``experiments/nearest.py``; Mahalanobis is the faster.
     solver : str, default="native"
         ``"native"``, or the name of an installed cvxpy solver to run the paper's programs as stated.
     floor : float, default=0.001
