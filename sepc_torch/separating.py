@@ -70,12 +70,19 @@ class Covering(Protocol):
     def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
         """Whether more than ``limit`` of the others lie inside."""
 
+    def subset(self, rows: Int[Array, "n"]) -> Covering:
+        """The ellipsoid of some of the points."""
+
 
 class _Stated:
     """A covering whose program is solved through cvxpy."""
 
     def __init__(self, points: Float[Array, "N D"], floor: float, solver: str) -> None:
+        self._points, self._floor, self._solver = points, floor, solver
         self._ellipsoid = minimum_volume_ellipsoid(points, solver=solver, floor=floor)
+
+    def subset(self, rows: Int[Array, "n"]) -> _Stated:
+        return _Stated(self._points[rows], self._floor, self._solver)
 
     def exact(self) -> MinimumVolumeEllipsoid:
         return self._ellipsoid
@@ -138,8 +145,8 @@ class Separator:
                 break
             hyperplanes.append(step.hyperplane)
             for side in (0, 1):
-                if not self.keep[side] and not self._wanted(left):
-                    break  # nothing is left to separate from the rest
+                if not self.keep[side] and len(left[1 - side]) <= dim:
+                    break  # too little is left to separate from the rest
                 own, others = remaining[side], remaining[1 - side]
                 members, covering, pure = self._shrink(own, others, step.chosen[side], step.coverings[side])
                 if self.keep[side]:
@@ -196,8 +203,9 @@ class Separator:
         """
         own_in_metric, others_in_metric = self._in_metric(own), self._in_metric(others)
         direction = None
-        while len(members) > self._dim(own):
-            covering = self._cover(own[members]) if covering is None else covering
+        if covering is None and len(members) > self._dim(own):
+            covering = self._cover(own[members])
+        while covering is not None:
             if not self._impure(covering, others):
                 return members, covering, True
             points = own_in_metric[members]
@@ -205,10 +213,10 @@ class Separator:
                 beyond = _beyond(points, c - d, c)
                 if 0 < len(beyond) < len(points):
                     members, direction = members[beyond], c - d
+                    covering = covering.subset(beyond) if len(beyond) > self._dim(own) else None
                     break
             else:
                 return members, covering, False
-            covering = None
         return members, None, True
 
     def _directions(
@@ -216,7 +224,7 @@ class Separator:
     ) -> Iterator[tuple[Float[Array, "D"], Float[Array, "D"]]]:
         """Pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
         means = x.mean(axis=0), y.mean(axis=0)
-        extent = max(float(np.abs(z - means[0]).max()) for z in (x, y))
+        extent = max(float(np.maximum(z.max(axis=0) - means[0], means[0] - z.min(axis=0)).max()) for z in (x, y))
         if len(x) != len(y):  # equal sets are both reduced to their centroids
             c, d = self._closest(x, y, 1.0 / min(len(x), len(y)), guess)
             if float(np.linalg.norm(c - d)) > _COINCIDENT * extent:

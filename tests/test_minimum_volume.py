@@ -10,7 +10,7 @@ import pytest
 from sepc_torch import MinimumVolumeEllipsoid, minimum_volume_ellipsoid
 from sepc_torch.affine_hull import affine_hull
 from sepc_torch.shapes import Array
-from sepc_torch.solvers.design import Design, enclosure
+from sepc_torch.solvers.design import Design, Variances, enclosure, inverse_root
 from sepc_torch.solvers.minimum_volume import lifted
 
 Rng = np.random.Generator
@@ -102,6 +102,41 @@ def test_enclosure_holds_at_every_stage(rng: Rng) -> None:
         g = np.sum((design.root @ anywhere) ** 2, axis=0)
         assert (g / outer <= g_star * (1 + 1e-6)).all()
         assert (g_star <= g / inner * (1 + 1e-6)).all()
+
+
+def test_variances_are_bounded_while_the_design_moves(rng: Rng) -> None:
+    """What is not looked at is truly below the level, for every design on the way and for subsets."""
+    x = np.concatenate([rng.standard_t(4, size=(4, 3000)), np.ones((1, 3000))])
+    known, looked_at = Variances(x), 0
+    u = np.full(3000, 1 / 3000)
+    for step in range(30):
+        u *= rng.uniform(0.8, 1.25, size=len(u))
+        root = inverse_root(known.columns().T, u / u.sum())
+        g = np.sum((root @ known.columns()) ** 2, axis=0)
+        near, values = known.at_least(root, 0.9 * 5, np.arange(len(known)))
+        looked_at += len(near)
+        assert values == pytest.approx(g[near])
+        assert np.isin(np.flatnonzero(g >= 0.9 * 5), near).all()
+        assert (known.bounds() >= g * (1 - 1e-9)).all()
+        if step % 10 == 9:
+            keep = np.sort(rng.permutation(len(known))[: len(known) // 2])
+            known, u = known.subset(keep), u[keep]
+    assert looked_at < 0.7 * 30 * 3000
+
+
+@pytest.mark.parametrize("left", [0.9, 0.5])
+def test_the_design_of_a_subset_is_its_own(rng: Rng, left: float) -> None:
+    """Begun from the design of the whole, it ends where a fresh one does, with a certificate over its own columns."""
+    x = lifted(affine_hull(gaussian(rng, 2000, 6)))
+    whole = Design(x)
+    whole.refine(0.1)
+    values = rng.normal(size=7) @ x
+    rows = np.flatnonzero(values <= np.quantile(values, left))
+    part, fresh = whole.subset(rows), Design(x[:, rows])
+    assert float(np.sum((part.root @ x[:, rows]) ** 2, axis=0).max()) <= 7 * (1 + part.gap) * (1 + 1e-9)
+    assert max(part.refine(1e-9), fresh.refine(1e-9)) <= 1e-9
+    logdet = [np.log(np.diag(design.root)).sum() for design in (part, fresh)]
+    assert logdet[0] == pytest.approx(logdet[1], abs=1e-8)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 7])
@@ -241,5 +276,6 @@ def test_refuses_bad_parameters(argument: str, value: float) -> None:
 
 
 def test_says_so_when_arithmetic_does_not_reach_the_gap(rng: Rng) -> None:
-    with pytest.raises(RuntimeError, match=r"300 points x 4 dims: arithmetic ended at a gap of .*, above tol=1.0e-18"):
-        minimum_volume_ellipsoid(gaussian(rng, 300, 4), tol=1e-18)
+    """Far from the origin the coordinates themselves are rounded to more than the gap asked for."""
+    with pytest.raises(RuntimeError, match=r"300 points x 4 dims: arithmetic ended at a gap of .*, above tol=1.0e-16"):
+        minimum_volume_ellipsoid(1e5 + gaussian(rng, 300, 4), tol=1e-16)

@@ -83,3 +83,25 @@ def test_what_is_left_open_ends_in_the_exact_ellipsoid(rng: np.random.Generator,
     begun.holds_more_than(3, around(rng, exact))
     assert begun.exact().log_volume == pytest.approx(exact.log_volume, abs=1e-5)
     assert begun.exact().contains(points).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_subsets_of_subsets_answer_as_if_begun_anew(rng: np.random.Generator, shape: str, dim: int) -> None:
+    """Half spaces cut the set down until little is left, as the partition does; every answer is the exact one."""
+    points = np.concatenate([shaped(rng, shape, dim) for _ in range(5)]) if shape == "full" else shaped(rng, shape, dim)
+    covering, direction = ProgressiveEllipsoid(points, TOL, FLOOR), rng.normal(size=dim)
+    while len(points) > dim + 3:
+        values = points @ (direction + 0.3 * rng.normal(size=dim))
+        rows = np.flatnonzero(values <= np.quantile(values, 0.8))
+        if len(rows) == len(points):
+            break
+        points, covering = points[rows], covering.subset(rows)
+        exact = minimum_volume_ellipsoid(points, floor=FLOOR, tol=TOL)
+        others = around(rng, exact)
+        inside = int(np.count_nonzero(exact.contains(others)))
+        for limit in (inside - 1, inside):
+            assert covering.holds_more_than(limit, others) == (inside > limit)
+    assert covering.exact().contains(points).all()
+    exact = minimum_volume_ellipsoid(points, floor=FLOOR, tol=TOL)
+    assert covering.exact().log_volume == pytest.approx(exact.log_volume, abs=1e-5)

@@ -12,6 +12,11 @@ because they sum to at most :math:`n + \epsilon` and their inverses to at most :
 :math:`\{g \le n \lambda_-\} \subseteq E_\star \subseteq \{g \le n \lambda_+\}`: a coarse design already tells
 surely inside from surely outside, and points with :math:`g_i < n \lambda_-` can never support the ellipsoid (Harman
 and Pronzato, 2007).
+
+Few points are near the surface, and only those need looking at again. When the design moves from :math:`M_0` to
+:math:`M`, no value grows by more than :math:`\kappa = \lambda_{\max}(M^{-1} M_0)`, so :math:`\kappa` times the last
+known value bounds the new one (:class:`Variances`). The bounds hold for every subset of the points too: the design of
+a subset begins with what is known of the whole.
 """
 
 from __future__ import annotations
@@ -31,6 +36,9 @@ _DIRECT = 400
 # Multiplicative steps u <- u g / n before the interior point; they tame heavy tails, and more than 8 gain nothing.
 _MULTIPLICATIVE_STEPS = 8
 _MAX_ROUNDS = 80
+# Points whose value is below this share of n are far from the surface; the working set never needs them.
+_NEAR = 0.9
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class Bounds(NamedTuple):
@@ -74,37 +82,94 @@ def variances(lifted: Float[Array, "n N"], root: Float[Array, "n n"]) -> Float[A
     return g
 
 
+class Variances:
+    """Upper bounds on the values :math:`g_i` of chosen columns, sharpened where the design makes it necessary."""
+
+    def __init__(self, lifted: Float[Array, "n N"]) -> None:
+        self._lifted = lifted
+        self._columns: Int[Array, "M"] | None = None  # None: all
+        self._bound = np.full(lifted.shape[1], np.inf)
+        self._root: Float[Array, "n n"] | None = None
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def columns(self, places: Int[Array, "m"] | None = None) -> Float[Array, "n m"]:
+        """The lifted points in the given places, or all."""
+        if places is None:
+            return self._lifted if self._columns is None else self._lifted[:, self._columns]
+        return self._lifted[:, places if self._columns is None else self._columns[places]]
+
+    def subset(self, places: Int[Array, "m"]) -> Variances:
+        """The same for some of the columns, which are not copied."""
+        part = Variances.__new__(Variances)
+        part._lifted, part._root = self._lifted, self._root
+        part._columns = places if self._columns is None else self._columns[places]
+        part._bound = self._bound[places]
+        return part
+
+    def at_least(
+        self, root: Float[Array, "n n"], level: float, among: Int[Array, "m"]
+    ) -> tuple[Int[Array, "k"], Float[Array, "k"]]:
+        """Move to the design with the inverse root given; the places, among some, that may reach a level, and their g.
+
+        Every other value is below the level.
+        """
+        if self._root is not None:
+            factor, _ = dtrtri(self._root, lower=1)
+            self._bound *= float(np.linalg.norm(root @ factor, 2)) ** 2 * (1.0 + 1e-12)
+        self._root = root
+        look = among[self._bound[among] >= level]
+        everything = len(look) == len(self)
+        g = variances(self.columns(None if everything else look), root)
+        self._bound[look] = g
+        return look, g
+
+    def bounds(self) -> Float[Array, "M"]:
+        """The upper bounds under the present design."""
+        return self._bound
+
+
 class Design:
     """A design on the columns of ``lifted`` that :meth:`refine` improves until a gap is proven.
 
-    ``support`` and ``weights`` describe the best design so far, ``gap`` its certificate over all columns, ``root``
-    the inverse Cholesky factor of its information matrix. ``start`` names columns worth looking at first, such as
-    the support of a similar set.
+    ``support`` and ``weights`` describe the best design so far, ``gap`` its certificate over all columns, ``root`` the
+    inverse Cholesky factor of its information matrix. ``start`` names columns worth looking at first, such as the
+    support of a similar set; :meth:`subset` goes on with some of the columns from where this design is.
     """
 
     support: Int[Array, "S"]
     weights: Float[Array, "S"]
     root: Float[Array, "n n"]
     gap: float
+    _working: Int[Array, "M"]
+    _x: Float[Array, "M n"]
+    _u: Float[Array, "M"]
 
     def __init__(self, lifted: Float[Array, "n N"], start: Int[Array, "S"] | None = None) -> None:
-        self.n, self.count = lifted.shape
-        self.gap = np.inf
-        self._candidates = np.arange(self.count)
-        self._lifted = lifted
-        self._stalled = 0
-        self._rounds = 0
-        self._working = self._first_working_set(start)
-        self._x = np.ascontiguousarray(lifted[:, self._working].T)
+        self._begin(Variances(lifted))
+        working = self._first_working_set(lifted, start)
         try:
-            self._u = _multiplicative_start(self._x)
+            self._work_on(working, None)
         except np.linalg.LinAlgError:  # the outermost points do not span: add the pivots of a QR factorisation
             pivots = qr(lifted, mode="r", pivoting=True, check_finite=False)[1][: 4 * self.n]
-            self._working = np.union1d(self._working, pivots)
-            self._x = np.ascontiguousarray(lifted[:, self._working].T)
-            self._u = _multiplicative_start(self._x)
+            self._work_on(np.union1d(working, pivots), None)
         self._slack = 0.1
         self._survey()
+
+    def subset(self, places: Int[Array, "M"]) -> Design:
+        """A design on some of the columns, numbered anew, from the weights that remain of this one.
+
+        Raises LinAlgError if those do not span the space.
+        """
+        part = Design.__new__(Design)
+        part._begin(self._variances.subset(places))
+        place = np.full(self.count, -1)
+        place[places] = np.arange(len(places))
+        left = place[self.support] >= 0
+        part._work_on(place[self.support[left]], self.weights[left])
+        part._survey()
+        return part
 
     def refine(self, tolerance: float) -> float:
         """Improve the design until ``gap <= tolerance`` or arithmetic allows no more; return the gap."""
@@ -122,51 +187,70 @@ class Design:
         """Factors that enclose the optimal ellipsoid between scalings of the current one."""
         return enclosure(self.gap, self.n)
 
-    def _first_working_set(self, start: Int[Array, "S"] | None) -> Int[Array, "M"]:
+    def columns(self) -> Float[Array, "S n"]:
+        """The lifted support points, one in a row."""
+        return self._variances.columns(self.support).T
+
+    def _begin(self, known: Variances) -> None:
+        self._variances = known
+        self.n, self.count = len(known.columns(_NONE)), len(known)
+        self.gap = np.inf
+        self._candidates = np.arange(self.count)
+        self._stalled = 0
+        self._rounds = 0
+
+    def _work_on(self, working: Int[Array, "M"], u: Float[Array, "M"] | None) -> None:
+        x = np.ascontiguousarray(self._variances.columns(working).T)
+        self._u = _multiplicative_start(x) if u is None else u
+        self._working, self._x = working, x
+
+    def _first_working_set(self, lifted: Float[Array, "n N"], start: Int[Array, "S"] | None) -> Int[Array, "M"]:
         if self.count <= max(_DIRECT, 3 * self.n):
             return np.arange(self.count)
         outermost = min(self.count - 1, max(200, 12 * self.n))
-        radius = np.einsum("ij,ij->j", self._lifted, self._lifted)
-        chosen = [np.argpartition(-radius, outermost)[:outermost], self._lifted.argmax(1), self._lifted.argmin(1)]
+        radius = np.einsum("ij,ij->j", lifted, lifted)
+        chosen = [np.argpartition(-radius, outermost)[:outermost], lifted.argmax(1), lifted.argmin(1)]
         if start is not None:
             chosen.append(start)
         return np.unique(np.concatenate(chosen))
 
     def _survey(self) -> None:
-        """Evaluate every candidate, update the certificate, and drop for ever what cannot support the ellipsoid."""
+        """Update the certificate, and drop for ever what cannot support the ellipsoid."""
         carriers = self._u > 0
         u = self._u[carriers] / self._u[carriers].sum()
         root = inverse_root(self._x[carriers], u)
-        self._g = variances(self._lifted, root)
-        worst = float(self._g.max())
-        gap = max(worst / self.n - 1.0, 0.0)
+        # The largest value is at least n, and what is farther below it does not matter now.
+        self._near, self._g = self._variances.at_least(root, _NEAR * self.n, self._candidates)
+        gap = max(float(self._g.max()) / self.n - 1.0, 0.0)
         self._stalled = 0 if gap < 0.9 * self.gap else self._stalled + 1
         if gap < self.gap:
             self.gap, self.root = gap, root
-            self.support, self.weights = self._candidates[self._working[carriers]], u
-        self._full = np.zeros(len(self._candidates))
-        self._full[self._working[carriers]] = u
+            self.support, self.weights = self._working[carriers], u
+        self._carriers, self._carried = self._working[carriers], u
         self._round_gap = gap
-        keep = (self._g >= self.n * enclosure(gap, self.n).inner) | (self._full > 1e-3 / len(self._working))
-        if np.count_nonzero(keep) < 0.8 * len(keep):
-            self._candidates, self._g, self._full = self._candidates[keep], self._g[keep], self._full[keep]
-            self._lifted = np.ascontiguousarray(self._lifted[:, keep])
+        heavy = self._carriers[u > 1e-3 / len(self._working)]
+        candidate = self._variances.bounds() >= self.n * enclosure(gap, self.n).inner
+        candidate[heavy] = True
+        if np.count_nonzero(candidate[self._candidates]) < 0.8 * len(self._candidates):
+            self._candidates = self._candidates[candidate[self._candidates]]
 
     def _choose_working_set(self) -> None:
         """Carriers of weight stay; violators and near-violators come in, the worst first."""
-        carriers = np.flatnonzero(self._full > 1e-3 / max(len(self._working), 1))
-        near = np.flatnonzero(self._g > self.n * (1.0 - 0.5 * min(self._round_gap, 0.2)))
+        heavy = self._carried > 1e-3 / max(len(self._working), 1)
+        carriers = self._carriers[heavy]
+        near = self._g > self.n * (1.0 - 0.5 * min(self._round_gap, 2.0 * (1.0 - _NEAR)))
+        violators, g = self._near[near], self._g[near]
         limit = 2 * self.n + len(carriers)
-        if len(near) > limit:
-            near = near[np.argpartition(-self._g[near], limit - 1)[:limit]]
-        working = np.union1d(carriers, near)
+        if len(violators) > limit:
+            violators = violators[np.argpartition(-g, limit - 1)[:limit]]
+        working = np.union1d(carriers, violators)
         if len(self._candidates) <= max(1.2 * len(working) + 50, _DIRECT if self._rounds == 0 else 0):
-            working = np.arange(len(self._candidates))
-        self._working = working
-        self._x = np.ascontiguousarray(self._lifted[:, working].T)
+            working = self._candidates
         self._slack = float(np.clip(self._round_gap, 1e-9, 0.1 if self._rounds == 0 else 0.3))
-        weights = self._full[working]
-        self._u = (1.0 - self._slack) * weights / weights.sum() + self._slack / len(working)
+        weights = np.zeros(self.count)
+        weights[carriers] = self._carried[heavy]
+        weights = weights[working]
+        self._work_on(working, (1.0 - self._slack) * weights / weights.sum() + self._slack / len(working))
 
 
 def _multiplicative_start(x: Float[Array, "M n"]) -> Float[Array, "M"]:

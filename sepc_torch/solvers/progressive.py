@@ -21,6 +21,8 @@ from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volu
 
 # Gaps at which open questions are looked at again; after the last the exact ellipsoid costs hardly more.
 _STAGES = (0.3, 0.05, 5e-3, 2e-4)
+# A design that begins with less than this gap may already answer.
+_WORTH_A_LOOK = 2.0
 
 
 class ProgressiveEllipsoid:
@@ -35,21 +37,39 @@ class ProgressiveEllipsoid:
     ) -> None:
         self.points, self.tol, self.floor = points, tol, floor
         self._exact: MinimumVolumeEllipsoid | None = None
+        self._inherited = False
         try:
             self._hull = affine_hull(points)
             decidable = self._hull.rank > 0 and thickness(points - self._hull.origin, self._hull, floor) in (0.0, floor)
             if decidable:
                 self._design = Design(lifted(self._hull), start)
-                # What the enclosure says of the plain ellipsoid holds for the floored one if the floor does not act.
-                decidable = any(view.thinnest() >= floor for view in self._views())
+                decidable = self._thick_enough()
         except np.linalg.LinAlgError:
             decidable = False
         if not decidable:
             self._exact = minimum_volume(points, tol, floor, start)
 
+    def subset(self, rows: Int[Array, "n"]) -> ProgressiveEllipsoid:
+        """The ellipsoid of some of the points, which begins with what is known of this one."""
+        points = self.points[rows]
+        if self._exact is None and not self._hull.normals.shape[1] and len(rows) > self._hull.rank:
+            part = ProgressiveEllipsoid.__new__(ProgressiveEllipsoid)
+            part.points, part.tol, part.floor = points, self.tol, self.floor
+            part._exact, part._hull, part._inherited = None, self._hull, True
+            try:
+                part._design = self._design.subset(rows)
+                if part._thick_enough():
+                    return part
+            except np.linalg.LinAlgError:
+                pass  # too few of the points that carried weight are left
+        return ProgressiveEllipsoid(points, self.tol, self.floor)
+
     def exact(self) -> MinimumVolumeEllipsoid:
         """The certified ellipsoid."""
-        if self._exact is None:
+        if self._exact is None and self._inherited:
+            # In coordinates of its own the result does not depend on how one got here.
+            self._exact = minimum_volume(self.points, self.tol, self.floor, self._design.support)
+        elif self._exact is None:
             self._design.refine(self.tol)
             self._exact = from_weights(self.points, self._hull, self._design.support, self._design.weights, self.floor)
         return self._exact
@@ -78,18 +98,27 @@ class ProgressiveEllipsoid:
                 return False
         return self.exact().intersects(other.exact())
 
+    def _thick_enough(self) -> bool:
+        """Whether what the enclosure says of the plain ellipsoid holds for the floored one: the floor does not act."""
+        return any(view.thinnest() >= self.floor for view in self._views())
+
     def _views(self) -> Iterator[_View]:
         """What is known, more precise each time, until the exact ellipsoid is the better answer."""
+        if self._exact is not None:
+            return
+        if self._design.gap <= _WORTH_A_LOOK:
+            yield self._view()
         for stage in _STAGES:
-            if self._exact is not None:
-                return
-            if self._design.gap > stage or stage == _STAGES[-1]:
+            if self._design.gap > stage:
                 self._design.refine(stage)
-                support, weights = self._design.support, self._design.weights
-                y = self._hull.coordinates[:, support].T
-                factor = self._hull.in_callers_coordinates(inverse_root(y - weights @ y, weights))
-                center = self._hull.origin + weights @ (self.points[support] - self._hull.origin)
-                yield _View(self._hull, center, factor, self._design.bounds, self.floor)
+                yield self._view()
+
+    def _view(self) -> _View:
+        weights, y = self._design.weights, self._design.columns()[:, :-1]
+        middle = weights @ y
+        factor = self._hull.in_callers_coordinates(inverse_root(y - middle, weights))
+        center = self._hull.origin + weights @ (self.points[self._design.support] - self._hull.origin)
+        return _View(self._hull, center, factor, self._design.bounds, self.floor)
 
 
 class _View(NamedTuple):

@@ -1,32 +1,35 @@
-r"""Closest points of two reduced convex hulls, program (4) of the paper, by a finite min-norm-point method.
+r"""Closest points of two reduced convex hulls, program (4) of the paper.
 
 The reduced hull of points :math:`x_i` is :math:`\{\sum_i u_i x_i : \sum_i u_i = 1,\ 0 \le u_i \le D\}`. Minimising
-a linear function over it is a selection: the :math:`1/D` points of least value, each with weight :math:`D`. Wolfe's
-method needs nothing else; it keeps a few such vertices, the closest point of their hull, and ends after finitely
-many steps.
+a linear function over it is a selection: the :math:`1/D` points of least value, each with weight :math:`D`.
 
 Large sets are solved in a band. Points far below the selection threshold keep weight :math:`D`, points far above it
 weight 0; only those around it are free. One pass over all points then either proves the result or moves the band. A
 point whose weight disagrees with its side of the threshold always joins the band, so every round starts from the
-last solution and improves on it, and the rounds are finite too. The first round takes the points farthest from the
+last solution and improves on it, and the rounds are finite. The first round takes the points farthest from the
 mean instead of a band: a reduced hull that contains the other's closest point shows it there, at a fraction of the
 cost.
+
+Within the band an interior point (:mod:`sepc_torch.solvers.capped`) finds the solution, and Wolfe's min-norm-point
+method, which needs nothing but the selection and ends after finitely many steps, makes sure of it: it stops at once
+unless rounding or ties misled the interior point.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg.lapack import dgelsy, dposv
 
 from sepc_torch.geometry import ReducedHullPoints
 from sepc_torch.shapes import Array, Bool, Float, Int
+from sepc_torch.solvers.capped import nearest_combination
 
 # Half the band, in points: enough for the D + 1 free points of an optimum and for the threshold to wander.
-_HALF_BAND = 150
+_HALF_BAND = 300
+# Up to so many free points Wolfe's method alone is as fast.
+_FEW = 100
 # The first round looks at this many of the outermost points, or at four times as many as a vertex selects.
-_OUTERMOST = 3000
+_OUTERMOST = 1500
 # Points that tell the spread of a set well enough.
 _SAMPLE = 256
 # Certified gap at which to stop, relative to the squared extent of the data: where rounding ends the descent.
@@ -69,19 +72,37 @@ def closest_points(
     else:
         first.free_band(w, u, half)
         second.free_band(-w, v, half)
-    corral = _Corral(first, second, u, v)
+    last = np.inf
     for _ in range(_MAX_ROUNDS):
-        corral.descend(extent)
-        u, v = corral.weights()
+        u, v = _solve_band(first, second, u, v, extent)
         c, d = u @ first.points, v @ second.points
         w = c - d
+        norm = float(w @ w)
         vertex = first.best(w) @ first.points - second.best(-w) @ second.points
-        if float(w @ w) <= _TOUCHING * extent or float(w @ w - w @ vertex) <= _GAP * extent:
+        # Each band allows what improves on the last solution, so that no progress means: up to rounding.
+        if norm <= _TOUCHING * extent or norm - float(w @ vertex) <= _GAP * extent or norm >= last:
             break
+        last = norm
         first.free_band(w, u, half)
         second.free_band(-w, v, half)
         half *= 2
     return ReducedHullPoints(c + origin, d + origin, u, v)
+
+
+def _solve_band(
+    first: _Side, second: _Side, u: Float[Array, "N"], v: Float[Array, "M"], extent: float
+) -> tuple[Float[Array, "N"], Float[Array, "M"]]:
+    """The weights of the closest points that the present bands allow, from weights (u, v) that they allow."""
+    sizes = np.array([len(first.free), len(second.free)])
+    z = np.concatenate([u[first.free], v[second.free]])
+    if len(z) > _FEW:
+        points = np.concatenate([first.band, -second.band])
+        groups = np.repeat(np.eye(2, dtype=bool), sizes, axis=0)[:, sizes > 0]
+        sums = np.array([first.mass, second.mass])[sizes > 0]
+        z = nearest_combination(points, first.base - second.base, groups, sums, first.cap, 0.1 * _GAP * extent)
+    corral = _Corral(first, second, z[: sizes[0]], z[sizes[0] :])
+    corral.descend(extent)
+    return corral.weights()
 
 
 def _select(values: Float[Array, "m"], mass: float, cap: float) -> Float[Array, "m"]:
@@ -100,16 +121,16 @@ def _select(values: Float[Array, "m"], mass: float, cap: float) -> Float[Array, 
 
 
 class _Side:
-    """One reduced hull: all points, and the band in which vertices are sought at present.
+    """One reduced hull: all points, and the band within which weights are free at present."""
 
-    A vertex is remembered as the round in which it was found and its weights in the band of that round; outside the
-    band it has the fixed weights of the round.
-    """
+    free: Int[Array, "m"]
+    band: Float[Array, "m D"]
+    base: Float[Array, "D"]
+    mass: float
 
     def __init__(self, points: Float[Array, "N D"], cap: float) -> None:
         self.points, self.cap = points, cap
         self.single = cap * len(points) <= 1.0 + 1e-9  # the hull is its centroid
-        self.rounds: list[tuple[Int[Array, "m"], Float[Array, "N"]]] = []
 
     def best(self, w: Float[Array, "D"]) -> Float[Array, "N"]:
         """Weights of the vertex of least value along w, over all points."""
@@ -143,52 +164,42 @@ class _Side:
         self._open(free, weights)
 
     def _open(self, free: Bool[Array, "N"], weights: Float[Array, "N"]) -> None:
-        index = np.flatnonzero(free)
-        fixed = np.where(free, 0.0, weights)
-        self._base = fixed @ self.points
-        self._band, self._mass = self.points[index], float(weights[index].sum())
-        self.rounds.append((index, fixed))
+        self.free = np.flatnonzero(free)
+        self._fixed = np.where(free, 0.0, weights)
+        self.base = self._fixed @ self.points
+        self.band, self.mass = self.points[self.free], float(weights[self.free].sum())
 
     def vertex(self, w: Float[Array, "D"]) -> tuple[Float[Array, "D"], Float[Array, "m"]]:
         """The point of least value along w that the present band allows, and its weights in the band."""
         if self.single:
-            return self._base, _NOTHING
-        weights = _select(self._band @ w, self._mass, self.cap)
-        return self._base + weights @ self._band, weights
+            return self.base, _NOTHING
+        weights = _select(self.band @ w, self.mass, self.cap)
+        return self.base + weights @ self.band, weights
 
-    def combine(self, shares: Float[Array, "k"], found: list[_Found], side: int) -> Float[Array, "N"]:
-        """The weights, over all points, of a convex combination of vertices."""
-        weights = np.zeros(len(self.points))
-        for share, vertex in zip(shares, found, strict=True):
-            index, fixed = self.rounds[vertex.round]
-            weights += share * fixed
-            weights[index] += share * vertex.weights[side]
-        return weights
-
-
-class _Found(NamedTuple):
-    """Where a vertex of the difference of the hulls came from."""
-
-    round: int
-    weights: tuple[Array, Array]
+    def everywhere(self, weights: Float[Array, "m"]) -> Float[Array, "N"]:
+        """Weights of the band among those of all points."""
+        whole = self._fixed.copy()
+        whole[self.free] = weights
+        return whole
 
 
 class _Corral:
-    r"""Wolfe's corral: affinely independent vertices of the difference of two hulls, and its point of least norm.
+    r"""Wolfe's corral: affinely independent points of the difference of two hulls, and its point of least norm.
 
     Each major step adds the vertex of least value along the current point; minor steps move to the closest point of the
-    corral's affine hull, dropping vertices whose share runs out. Vertices of earlier rounds stay valid in later ones.
+    corral's affine hull, dropping those whose share runs out. It may begin with any point of the hulls.
     """
 
-    def __init__(self, first: _Side, second: _Side, u: Float[Array, "N"], v: Float[Array, "M"]) -> None:
+    def __init__(self, first: _Side, second: _Side, u: Float[Array, "m"], v: Float[Array, "q"]) -> None:
         self.first, self.second = first, second
-        self.vertices = (u @ first.points - v @ second.points)[None]
+        self.vertices = (first.base + u @ first.band - second.base - v @ second.band)[None]
         self.shares = np.ones(1)
-        self.found = [_Found(0, (u[first.rounds[0][0]], v[second.rounds[0][0]]))]
+        self.found = [(u, v)]
 
     def weights(self) -> tuple[Float[Array, "N"], Float[Array, "M"]]:
         """The weights of the current point in either set."""
-        return self.first.combine(self.shares, self.found, 0), self.second.combine(self.shares, self.found, 1)
+        u, v = (self.shares @ np.stack(weights) for weights in zip(*self.found, strict=True))
+        return self.first.everywhere(u), self.second.everywhere(v)
 
     def descend(self, extent: float) -> None:
         """Steps until no vertex within the present bands improves."""
@@ -202,7 +213,7 @@ class _Corral:
             before = self.vertices, self.shares, self.found
             self.vertices = np.concatenate([self.vertices, (p - q)[None]])
             self.shares = np.concatenate([self.shares, np.zeros(1)])
-            self.found = [*self.found, _Found(len(self.first.rounds) - 1, (p_weights, q_weights))]
+            self.found = [*self.found, (p_weights, q_weights)]
             self._minor_steps(precise=gap <= _COARSE * extent)
             w = self.shares @ self.vertices
             if float(w @ w) >= norm:  # rounding ends the descent
