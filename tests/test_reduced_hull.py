@@ -39,22 +39,23 @@ def _least(values: Array, cap: float) -> float:
 
 @pytest.mark.parametrize("shift", [0.0, 0.4, 3.0])
 @pytest.mark.parametrize("factor", [1.0, 1.7, 5.0, np.inf])
-@pytest.mark.parametrize(("n", "m", "dim"), [(30, 50, 2), (200, 90, 8), (40, 41, 15), (25, 1200, 4)])
+@pytest.mark.parametrize(("n", "m", "dim"), [(30, 50, 2), (200, 90, 8), (40, 41, 15), (25, 1200, 4), (150, 400, 25)])
 def test_is_optimal(rng: Rng, n: int, m: int, dim: int, factor: float, shift: float) -> None:
     x, y = rng.normal(size=(n, dim)) + shift, rng.normal(size=(m, dim))
     cap = min(1.0, factor / min(n, m))
     assert_optimal(reduced_hull_points(x, y, cap=cap), x, y, cap)
 
 
+@pytest.mark.parametrize("dim", [6, 20])
 @pytest.mark.parametrize("n", [300, 9000])
 @pytest.mark.parametrize("shift", [0.3, 1.0])
-def test_is_optimal_in_the_band(rng: Rng, n: int, shift: float) -> None:
+def test_is_optimal_in_the_band(rng: Rng, n: int, dim: int, shift: float) -> None:
     """Sets so large that the band moves, cold and from a guess of the direction."""
-    x, y = rng.normal(size=(n, 6)) + shift, rng.standard_t(4, size=(30_000, 6))
+    x, y = rng.normal(size=(n, dim)) + shift, rng.standard_t(4, size=(30_000, dim))
     cap = 1.0 / n
     found = reduced_hull_points(x, y)
     assert_optimal(found, x, y, cap)
-    again = closest_points(x, y, cap, direction=found.c - found.d + 0.2 * rng.normal(size=6))
+    again = closest_points(x, y, cap, direction=found.c - found.d + 0.2 * rng.normal(size=dim))
     assert_optimal(again, x, y, cap)
     assert np.linalg.norm(again.c - again.d) == pytest.approx(np.linalg.norm(found.c - found.d), abs=1e-6)
 

@@ -10,9 +10,9 @@ last solution and improves on it, and the rounds are finite. The first round tak
 mean instead of a band: a reduced hull that contains the other's closest point shows it there, at a fraction of the
 cost.
 
-Within the band an interior point (:mod:`sepc_torch.solvers.capped`) finds the solution, and Wolfe's min-norm-point
-method, which needs nothing but the selection and ends after finitely many steps, makes sure of it: it stops at once
-unless rounding or ties misled the interior point.
+Within the band Wolfe's min-norm-point method needs nothing but the selection and ends after finitely many steps. In
+many dimensions these are many; there an interior point (:mod:`sepc_torch.solvers.capped`) goes first, and Wolfe's
+method stops at once unless rounding or ties misled it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from sepc_torch.solvers.capped import nearest_combination
 
 # Half the band, in points: enough for the D + 1 free points of an optimum and for the threshold to wander.
 _HALF_BAND = 300
-# Up to so many free points Wolfe's method alone is as fast.
+# Up to so many free points, or dimensions, Wolfe's method alone is faster: it takes a few steps for each dimension.
 _FEW = 100
+_FEW_DIMENSIONS = 11
 # The first round looks at this many of the outermost points, or at four times as many as a vertex selects.
 _OUTERMOST = 1500
 # Points that tell the spread of a set well enough.
@@ -95,7 +96,7 @@ def _solve_band(
     """The weights of the closest points that the present bands allow, from weights (u, v) that they allow."""
     sizes = np.array([len(first.free), len(second.free)])
     z = np.concatenate([u[first.free], v[second.free]])
-    if len(z) > _FEW:
+    if len(z) > _FEW and len(first.base) > _FEW_DIMENSIONS:
         points = np.concatenate([first.band, -second.band])
         groups = np.repeat(np.eye(2, dtype=bool), sizes, axis=0)[:, sizes > 0]
         sums = np.array([first.mass, second.mass])[sizes > 0]
