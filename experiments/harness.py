@@ -22,11 +22,13 @@ FIGURES = Path(__file__).parent / "figures"
 T = TypeVar("T")
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options every script has."""
+def arguments(description: str | None, *, solver: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options every script has; with ``solver``, also the one of those that partition."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small run that writes nothing, for CI")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    if solver:
+        parser.add_argument("--solver", default="native", help="native, or an installed cvxpy solver such as CLARABEL")
     return parser
 
 

@@ -42,7 +42,9 @@ def outline(ellipsoid: Ellipsoid, points: int = 200) -> Float[Array, "P 2"]:
     return ellipsoid.center + np.linalg.solve(ellipsoid.whitener, circle).T
 
 
-def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = True, ax: Axes | None = None) -> Axes:
+def draw_partition(
+    partition: Partition, X: Any, y: Any, *, hyperplanes: bool = True, legend: bool = True, ax: Axes | None = None
+) -> Axes:
     """Draw labelled points, the ellipses that cover them and the hyperplane of every iteration.
 
     The line of an iteration lies halfway between its two hyperplanes and carries its number; ellipses of terminal
@@ -53,6 +55,7 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
         X: The points to draw (N, 2).
         y: Their labels (N,).
         hyperplanes: Whether to draw the hyperplanes; with many classes they hide the rest.
+        legend: Whether to explain the marks beside the axes; panels of one figure need that once.
         ax: Axes to draw on; new ones by default.
     """
     data = training_set(X, y, partition.classes)
@@ -80,14 +83,14 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
             style = "--" if e.kind is Kind.TERMINAL else "-"
             ax.fill(*outline(e).T, color=color, alpha=0.10, zorder=1)
             ax.plot(*outline(e).T, color=color, lw=1.6, ls=style, zorder=3)
-    low, high = data.points.min(axis=0), data.points.max(axis=0)
-    margin = 0.18 * (high - low)
-    box = low - margin, high + margin
+    box = _frame(partition, data.points)
     if hyperplanes:
         _draw_hyperplanes(partition, ax, box)
     ax.set(xlim=(box[0][0], box[1][0]), ylim=(box[0][1], box[1][1]))
     names = partition.feature_names or ("feature 0", "feature 1")
     ax.set(xlabel=names[0], ylabel=names[1])
+    if not legend:
+        return ax
     handles, _ = ax.get_legend_handles_labels()
     kinds = {e.kind for e in partition.ellipsoids}
     handles.append(Line2D([], [], color="0.3", lw=1.6, label="ellipsoid"))
@@ -101,7 +104,7 @@ def draw_partition(partition: Partition, X: Any, y: Any, *, hyperplanes: bool = 
     return ax
 
 
-def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
+def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend: bool = True) -> Axes:
     """Colour the plane by predicted label, the deeper the more trusted, under labelled points.
 
     Where a point would lie outside every ellipsoid the plane is hatched: a label there is a guess from afar, however
@@ -112,6 +115,7 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
         X: The points to draw (N, 2).
         y: Their labels (N,).
         ax: Axes to draw on; new ones by default.
+        legend: Whether to explain the marks and the depth of colour beside the axes.
     """
     if sepc.dim != 2:
         raise ValueError(f"Only decisions in the plane can be drawn; this model reads {sepc.dim} features.")
@@ -150,6 +154,8 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
         )
     names = sepc.feature_names or ("feature 0", "feature 1")
     ax.set(xlim=extent[:2], ylim=extent[2:], xlabel=names[0], ylabel=names[1])
+    if not legend:
+        return ax
     handles, _ = ax.get_legend_handles_labels()
     handles.append(Line2D([], [], color="0.25", lw=1.0, label="edge of the ellipsoids"))
     handles.append(Patch(facecolor="none", edgecolor="0.7", hatch="///", lw=0.0, label="outside all of them"))
@@ -161,16 +167,36 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _frame(partition: Partition, points: Float[Array, "N 2"]) -> tuple[Array, Array]:
+    """Room around the points, and for every ellipse to be seen whole."""
+    low, high = points.min(axis=0), points.max(axis=0)
+    size = high - low
+    lines = [outline(e) for e in partition.ellipsoids if e.kind is not Kind.ISOLATED]
+    drawn = np.concatenate([*lines, points])
+    low, high = low - 0.18 * size, high + 0.18 * size
+    return np.minimum(low, drawn.min(axis=0) - 0.03 * size), np.maximum(high, drawn.max(axis=0) + 0.03 * size)
+
+
 def _draw_hyperplanes(partition: Partition, ax: Axes, box: tuple[Array, Array]) -> None:
+    taken: list[Array] = []
     for h in partition.hyperplanes:
         ends = _across(h.w, 0.5 * (h.alpha + h.beta), box)
         if ends is None:
             continue
         ax.plot(*ends.T, color="0.45", lw=1.0, ls=":", zorder=2)
-        # The number sits a little inside the upper end, clear of the frame.
-        at = ends[1] + 0.04 * (ends[0] - ends[1])
+        at = _clear_spot(ends, taken, box)
+        taken.append(at)
         pad = {"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.6", "lw": 0.6}
         ax.text(at[0], at[1], str(h.iteration), fontsize=8, color="0.25", ha="center", va="center", bbox=pad, zorder=4)
+
+
+def _clear_spot(ends: Float[Array, "2 2"], taken: list[Array], box: tuple[Array, Array]) -> Float[Array, "2"]:
+    """Where on the line a number sits: a little inside the upper end, or farther on where another number is there."""
+    spots = [ends[1] + share * (ends[0] - ends[1]) for share in (0.04, 0.96, 0.12, 0.88, 0.2, 0.8)]
+    for at in spots:
+        if all(np.abs((at - other) / (box[1] - box[0])).max() > 0.045 for other in taken):
+            return at
+    return spots[0]
 
 
 def _across(w: Float[Array, "2"], level: float, box: tuple[Array, Array]) -> Float[Array, "2 2"] | None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from sepc_torch import Ellipsoid, Kind, Partition, demo, partition
-from sepc_torch.plot import draw_partition, outline
+from sepc_torch import SEPC, Ellipsoid, Kind, Partition, demo, partition
+from sepc_torch.plot import draw_decisions, draw_partition, outline
 from sepc_torch.shapes import Array
 
 
@@ -126,3 +126,33 @@ def test_the_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixt
     assert pictures
     for picture in pictures:
         assert plt.imread(picture).std() > 0.01, "the picture is empty"
+
+
+def test_every_ellipse_is_seen_whole(drawn: tuple[Partition, Array, Array]) -> None:
+    ax = draw_partition(*drawn)
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    for line in lines(ax, 200):
+        assert left < line[:, 0].min() < line[:, 0].max() < right
+        assert low < line[:, 1].min() < line[:, 1].max() < high
+
+
+def test_numbers_of_hyperplanes_do_not_hide_each_other(rng: np.random.Generator) -> None:
+    x, y = rng.normal(size=(80, 2)), np.arange(80) % 2
+    ax = draw_partition(partition(x, y, max_impure=10), x, y)
+    size = np.array([np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())])
+    places = np.array([text.get_position() for text in ax.texts if text.get_text().isdigit()]) / size
+    apart = np.abs(places[:, None] - places[None]).max(axis=-1)[np.triu_indices(len(places), 1)]
+    assert len(places) > 1
+    assert (apart > 0.02).all()
+
+
+def test_a_panel_needs_no_legend(drawn: tuple[Partition, Array, Array]) -> None:
+    part, x, y = drawn
+    assert draw_partition(part, x, y, legend=False).get_legend() is None
+    assert draw_partition(part, x, y).get_legend() is not None
+    ax = draw_decisions(SEPC.from_partition(part), x, y, legend=False)
+    assert ax.get_legend() is None
+    assert ax.figure.axes == [ax]  # no colour bar
+    ax = draw_decisions(SEPC.from_partition(part), x, y)
+    assert ax.get_legend() is not None
+    assert len(ax.figure.axes) == 2

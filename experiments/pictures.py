@@ -1,0 +1,66 @@
+"""What the pictures of the experiments share: how they are saved, and marks that the library does not draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from harness import FIGURES
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sepc_torch import Ellipsoid
+from sepc_torch.plot import COLORS, MARKERS, outline
+
+mpl.use("Agg")
+
+
+def save_figure(figure: Figure, name: str) -> list[Path]:
+    """Write the figure as SVG and PNG; the same figure gives the same bytes."""
+    FIGURES.mkdir(exist_ok=True)
+    svg, png = FIGURES / f"{name}.svg", FIGURES / f"{name}.png"
+    with mpl.rc_context({"svg.hashsalt": name}):  # the salt of the ids inside, random otherwise
+        figure.savefig(svg, dpi=72, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
+    return [svg, png]
+
+
+def draw_points(ax: Axes, x: np.ndarray, y: np.ndarray, *, alpha: float = 0.75, names: list[str] | None = None) -> None:
+    """Points in the colours and shapes of their classes, numbered from 0."""
+    for c in range(int(y.max()) + 1):
+        label = f"class {c}" if names is None else names[c]
+        own = x[y == c]
+        ax.scatter(
+            own[:, 0], own[:, 1], s=18, c=COLORS[c], marker=MARKERS[c], alpha=alpha, linewidths=0, zorder=2, label=label
+        )
+
+
+def draw_ellipse(
+    ax: Axes,
+    ellipsoid: Ellipsoid,
+    color: str,
+    *,
+    style: str = "-",
+    width: float = 1.8,
+    fill: bool = False,
+    label: str = "",
+) -> None:
+    """The outline of an ellipse, filled faintly if asked."""
+    line = outline(ellipsoid)
+    if fill:
+        ax.fill(*line.T, color=color, alpha=0.12, zorder=1, linewidth=0)
+    ax.plot(*line.T, color=color, ls=style, lw=width, zorder=3, label=label or None)
+
+
+def panel(ax: Axes, letter: str, title: str) -> None:
+    """A title that begins with the letter of the panel, so that text can refer to it."""
+    ax.set_title(f"({letter}) {title}", loc="left", fontsize=11)
+
+
+def legend_below(ax: Axes, columns: int = 2) -> None:
+    """The legend under the axes, where it hides nothing; one that stands beside them moves there."""
+    beside = ax.get_legend()
+    handles = ax.get_legend_handles_labels()[0] if beside is None else beside.legend_handles
+    known = [handle for handle in handles if handle is not None]
+    ax.legend(handles=known, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, fontsize=10, frameon=False)
