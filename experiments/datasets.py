@@ -1,20 +1,130 @@
-"""The data sets of the experiments: those that scikit-learn ships, and larger ones from the folder SEPC_DATA."""
+"""The data sets of the experiments.
+
+Some come with scikit-learn. Adult and Vertebral Column come from the folder SEPC_DATA where that is set and holds
+them, else from OpenML through scikit-learn, which keeps a copy. Either way the records must have the known checksum.
+Larger embeddings are read from SEPC_DATA only.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine, make_circles, make_moons
+import pandas as pd
+from sklearn.datasets import (
+    fetch_openml,
+    get_data_home,
+    load_breast_cancer,
+    load_digits,
+    load_iris,
+    load_wine,
+    make_circles,
+    make_moons,
+)
+from sklearn.preprocessing import OrdinalEncoder
 
 Data = tuple[np.ndarray, np.ndarray]
+
+# Of the records as text, sorted, so that neither the order nor the file format matters.
+CHECKSUMS = {
+    "adult": "8f4f53d83cf8b886401e6097fdc4917a4ed22e7210b37668c7f4ac9bf1283681",
+    "vertebral": "94589f5f67cc855dd6b67ea9d17e33729b4bee9ca5c025d808b4be92e0440dc9",
+}
+OPENML = {"adult": 1590, "vertebral": 1524}
+FILES = {"adult": "adult.csv.gz", "vertebral": "vertebral_column_2c.csv"}
+
+ADULT_NUMBERS = ["age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week"]
+ADULT_CATEGORIES = [
+    "workclass",
+    "education",
+    "marital-status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "native-country",
+]
+# The paper's codes 2, 11, 2, 2, 0, 4, 1 and 38 are the places of these values in alphabetical order.
+STRATUM = {
+    "workclass": "Private",
+    "education": "HS-grad",
+    "marital-status": "Married-civ-spouse",
+    "occupation": "Craft-repair",
+    "relationship": "Husband",
+    "race": "White",
+    "sex": "Male",
+    "native-country": "United-States",
+}
+# education-num follows from education: constant in the stratum, where the paper drops it too.
+STRATUM_FEATURES = [name for name in ADULT_NUMBERS if name != "education-num"]
+OVERLAPPING_SIZES = (150, 100)
+VERTEBRAL_FEATURES = [
+    "pelvic_incidence",
+    "pelvic_tilt",
+    "lumbar_lordosis_angle",
+    "sacral_slope",
+    "pelvic_radius",
+    "degree_spondylolisthesis",
+]
 
 
 def data_folder() -> Path | None:
     """The folder named by SEPC_DATA, where set."""
     folder = os.environ.get("SEPC_DATA")
     return Path(folder) if folder else None
+
+
+def adult() -> pd.DataFrame:
+    """The 30 162 complete training records of Adult, with the column ``income``."""
+    file = _file("adult")
+    if file is not None:
+        table = pd.read_csv(file, na_values="?")
+        table = table[table["split"] == "train"]
+    else:
+        # OpenML lists the 16 281 records of the test set first.
+        table = _openml("adult").rename(columns={"class": "income"}).iloc[16281:]
+    table = table[[*ADULT_NUMBERS, *ADULT_CATEGORIES, "income"]].dropna().reset_index(drop=True)
+    # OpenML types the categories as such; as text they have the same order wherever they come from.
+    texts = {name: table[name].astype(str).str.strip() for name in [*ADULT_CATEGORIES, "income"]}
+    table = table.assign(**texts, **{name: table[name].astype(int) for name in ADULT_NUMBERS})
+    _check("adult", table)
+    return table
+
+
+def adult_stratum() -> Data:
+    """The paper's stratum of Adult, five continuous features: 548 records of at most 50 000 dollars (0), 255 more."""
+    table = adult()
+    chosen = table[(table[list(STRATUM)] == pd.Series(STRATUM)).all(axis=1)]
+    return chosen[STRATUM_FEATURES].to_numpy(float), _rich(chosen)
+
+
+def adult_encoded() -> Data:
+    """All complete records of Adult, categories numbered in alphabetical order as in the paper: 14 features."""
+    table = adult()
+    codes = OrdinalEncoder().fit_transform(table[ADULT_CATEGORIES])
+    return np.hstack([table[ADULT_NUMBERS].to_numpy(float), codes]), _rich(table)
+
+
+def vertebral() -> Data:
+    """Vertebral Column, six features to two decimals as UCI prints them: 100 normal (0) and 210 abnormal (1)."""
+    file = _file("vertebral")
+    table = pd.read_csv(file).iloc[:, :7] if file is not None else _openml("vertebral")
+    table = table.set_axis([*VERTEBRAL_FEATURES, "class"], axis=1)
+    # OpenML numbers the classes; the abnormal one is the larger.
+    abnormal = (table["class"].astype(str) == table["class"].astype(str).mode()[0]).astype(int)
+    x = table[VERTEBRAL_FEATURES].astype(float).round(2)
+    _check("vertebral", x.map("{:.2f}".format).assign(abnormal=abnormal))
+    return x.to_numpy(), abnormal.to_numpy()
+
+
+def overlapping(seed: int) -> Data:
+    """Two correlated Gaussian classes in the plane, the larger to the left; the paper does not print its own."""
+    rng = np.random.default_rng(seed)
+    first = rng.multivariate_normal([-1.2, 0.0], [[1.0, 0.4], [0.4, 1.0]], OVERLAPPING_SIZES[0])
+    second = rng.multivariate_normal([1.2, 0.0], [[1.0, -0.4], [-0.4, 1.0]], OVERLAPPING_SIZES[1])
+    return np.concatenate([first, second]), np.repeat([0, 1], OVERLAPPING_SIZES)
 
 
 def small(seed: int) -> dict[str, Data]:
@@ -26,10 +136,8 @@ def small(seed: int) -> dict[str, Data]:
         "wine": load_wine(return_X_y=True),
         "wdbc": load_breast_cancer(return_X_y=True),
     }
-    folder = data_folder()
-    if folder is not None and (folder / "vertebral_column_2c.csv").is_file():
-        table = np.genfromtxt(folder / "vertebral_column_2c.csv", delimiter=",", skip_header=1, dtype=str)
-        sets["vertebral"] = table[:, :6].astype(float).round(2), (table[:, 6] == "AB").astype(int)
+    if _file("vertebral") is not None:
+        sets["vertebral"] = vertebral()
     return sets
 
 
@@ -49,6 +157,38 @@ def embeddings(per_class: int | None, seed: int) -> dict[str, tuple[Data, Data]]
         train, test = np.flatnonzero((split == 0) & (y >= 0)), np.flatnonzero((split == 2) & (y >= 0))
         sets[name] = (x[train], y[train]), (x[test], y[test])
     return {name: (_at_most(train, per_class, rng), test) for name, (train, test) in sets.items()}
+
+
+def _file(name: str) -> Path | None:
+    folder = data_folder()
+    return folder / FILES[name] if folder is not None and (folder / FILES[name]).is_file() else None
+
+
+def _openml(name: str) -> pd.DataFrame:
+    """The table as OpenML has it; scikit-learn keeps a copy and compares the file with OpenML's own checksum."""
+    try:
+        return fetch_openml(data_id=OPENML[name], as_frame=True, parser="auto", cache=True).frame
+    except OSError as error:
+        raise RuntimeError(
+            f"The data set {name!r} is not here and OpenML cannot be reached ({error}). Either run once with a "
+            f"network: scikit-learn then keeps a copy in {get_data_home()}, which you can also take from another "
+            f"machine. Or set SEPC_DATA to a folder that holds {FILES[name]} (see experiments/datasets.py)."
+        ) from error
+
+
+def _check(name: str, records: pd.DataFrame) -> None:
+    lines = sorted(records.to_csv(index=False, header=False, lineterminator="\n").splitlines())
+    found = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if found != CHECKSUMS[name]:
+        raise ValueError(
+            f"The data set {name!r} has {len(records)} records with checksum {found}, expected {CHECKSUMS[name]}: it "
+            f"is not the one the results were made with. Remove scikit-learn's copy in {get_data_home()} and fetch "
+            f"again, or replace {FILES[name]} in SEPC_DATA."
+        )
+
+
+def _rich(table: pd.DataFrame) -> np.ndarray:
+    return (table["income"] == ">50K").to_numpy().astype(int)
 
 
 def _at_most(data: Data, per_class: int | None, rng: np.random.Generator) -> Data:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+from datasets import OVERLAPPING_SIZES, overlapping
 from harness import arguments, environment, write_results
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,7 +30,6 @@ from sepc_torch.programs import intersection_ellipsoid
 from sepc_torch.separating import Hyperplane, Piece, Separator
 
 MAX_IMPURE = 10
-SIZES = (150, 100)  # the paper lets the first class be the larger
 
 CAPTIONS = {
     "overlap": f"Figure 1: two overlapping classes, two ellipsoids of their overlap, and the partition of both with "
@@ -52,14 +52,6 @@ class FirstRound(NamedTuple):
 
     pieces: tuple[Piece, Piece]
     hyperplane: Hyperplane
-
-
-def overlapping(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two correlated Gaussian classes, the first to the left."""
-    rng = np.random.default_rng(seed)
-    first = rng.multivariate_normal([-1.2, 0.0], [[1.0, 0.4], [0.4, 1.0]], SIZES[0])
-    second = rng.multivariate_normal([1.2, 0.0], [[1.0, -0.4], [-0.4, 1.0]], SIZES[1])
-    return np.concatenate([first, second]), np.repeat([0, 1], SIZES)
 
 
 def overlap(x: np.ndarray, y: np.ndarray, solver: str) -> Overlap:
@@ -109,7 +101,7 @@ def volumes(found: Overlap) -> dict[str, Any]:
 
 def rows(volume: dict[str, Any], begun: FirstRound, found: dict[str, Any], same: Agreement) -> list[dict[str, str]]:
     meet = begun.pieces[0].ellipsoid.intersects(begun.pieces[1].ellipsoid)
-    covered = " and ".join(f"{len(p.members)} of {n}" for p, n in zip(begun.pieces, SIZES, strict=True))
+    covered = " and ".join(f"{len(p.members)} of {n}" for p, n in zip(begun.pieces, OVERLAPPING_SIZES, strict=True))
     ball = volume["outer_axes"] < 1.01
     inwards = " and ".join(f"{n} of {k}" for n, k in zip(found["inwards"], found["ellipsoids"], strict=True))
     return [
@@ -218,7 +210,7 @@ def main() -> None:
         "seed": options.seed,
         "solver": options.solver,
         "seconds": seconds,
-        "points": SIZES,
+        "points": OVERLAPPING_SIZES,
         "joint_points": found.points,
         "volume_ratios": volume,
         "landscape_ratios": list(landscape(x, y, partition=part).overlap_ratio.values()),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import complexity
+import datasets
 import iris
 import matplotlib.pyplot as plt
 import numpy as np
@@ -27,7 +28,7 @@ RECORDED = report.reproductions()
 def planar_sets() -> dict[str, tuple[tuple[np.ndarray, np.ndarray], dict[str, Any]]]:
     x, y = load_iris(return_X_y=True)
     return {
-        "overlapping": (overlapping.overlapping(1), {"max_impure": 10, "standardize": False}),
+        "overlapping": (datasets.overlapping(1), {"max_impure": 10, "standardize": False}),
         "circles": (toy_sets.draw("circles", toy_sets.SETTINGS["circles"]["ours"], 1), {"max_impure": 5}),
         "moons": (toy_sets.draw("moons", toy_sets.SETTINGS["moons"]["ours"], 1), {"max_impure": 2}),
         "xor": (toy_sets.XOR, {"max_impure": 2}),
@@ -122,7 +123,7 @@ def test_xor_is_not_separated_and_the_jitter_changes_it() -> None:
 
 
 def test_the_overlap_covers_the_joint_points(rng: np.random.Generator) -> None:
-    x, y = overlapping.overlapping(int(rng.integers(1000)))
+    x, y = datasets.overlapping(int(rng.integers(1000)))
     found = overlapping.overlap(x, y, "native")
     both = found.classes[0].contains(x) & found.classes[1].contains(x)
     assert both.sum() == found.points
@@ -133,7 +134,7 @@ def test_the_overlap_covers_the_joint_points(rng: np.random.Generator) -> None:
 
 
 def test_the_first_round_is_that_of_the_partition() -> None:
-    x, y = overlapping.overlapping(0)
+    x, y = datasets.overlapping(0)
     part = partition(x, y, max_impure=overlapping.MAX_IMPURE, standardize=False)
     first = [next(e for e in part.ellipsoids if e.label == c) for c in (0, 1)]
     for piece, e in zip(overlapping.first_round(x, y, "native").pieces, first, strict=True):

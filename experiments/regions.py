@@ -1,0 +1,165 @@
+"""What the reproductions on tables share: test points by the region that judged them.
+
+A region of SEP-C is a set of ellipsoids that hold a point and no other, or, outside all of them, the nearest one; a
+region of a decision tree is a leaf. Trust is the Bayes trust of SEP-C, and for a tree the share of the predicted
+label among the training points of the leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from sklearn.tree import DecisionTreeClassifier
+
+from sepc_torch import SEPC, Partition, Rule
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Kind
+from sepc_torch.sepc import Nearest
+
+# The paper accepts a label at trust above 95 % and calls a trust below 50 % low.
+ACCEPTED, LOW = 0.95, 0.5
+
+
+class Judged(NamedTuple):
+    """Test points (B,): true and predicted labels as indices, trust, and where they lie.
+
+    ``region`` is a name, ``outside`` says whether no ellipsoid holds the point, and ``shared`` counts the training
+    points in all the ellipsoids, or in the leaf, that do.
+    """
+
+    truth: np.ndarray
+    label: np.ndarray
+    trust: np.ndarray
+    region: np.ndarray
+    outside: np.ndarray
+    shared: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        return self.label == self.truth
+
+
+class Region(NamedTuple):
+    """A region with its test points, the mean trust in their labels, and whether they lie outside the ellipsoids."""
+
+    name: str
+    right: int
+    wrong: int
+    trust: float
+    outside: bool
+
+
+def judge(
+    part: Partition, x: np.ndarray, y: np.ndarray, names: Sequence[str], nearest: Nearest = "euclidean"
+) -> Judged:
+    """SEP-C on test points, by default with the paper's Euclidean distance; ``names`` are short ones of the classes."""
+    sepc = SEPC.from_partition(part, nearest, dtype=torch.float64)
+    # Batches: Euclidean distance needs a number for each point, ellipsoid and feature.
+    out = [sepc(torch.from_numpy(x[i : i + 256])) for i in range(0, len(x), 256)]
+    label, trust, rule, near = (
+        torch.cat([getattr(o, field) for o in out]).numpy() for field in ("label", "trust", "rule", "nearest")
+    )
+    outside = rule == int(Rule.OUTSIDE)
+    called = ellipsoid_names(part, names)
+    inside = part.distances(x) <= 1.0 + SURFACE_TOLERANCE
+    region = [
+        f"near {called[k]}" if beyond else r" $\cap$ ".join(called[i] for i in np.flatnonzero(row))
+        for row, beyond, k in zip(inside, outside, near, strict=True)
+    ]
+    # A cell lies in all the ellipsoids that hold a point if as many of them hold the cell.
+    within = inside.astype(int) @ part.cells.T.astype(int) == inside.sum(axis=1, keepdims=True)
+    shared = np.where(outside, 0, within @ part.counts.sum(axis=1))
+    return Judged(np.searchsorted(part.classes, y), label, trust, np.array(region), outside, shared)
+
+
+def judge_by_leaf(tree: DecisionTreeClassifier, x: np.ndarray, y: np.ndarray) -> Judged:
+    """A fitted decision tree on test points."""
+    share = tree.predict_proba(x)
+    leaf, truth = tree.apply(x), np.searchsorted(tree.classes_, y)
+    names, inside = np.array([f"leaf {i}" for i in leaf]), np.zeros(len(x), dtype=bool)
+    return Judged(truth, share.argmax(axis=1), share.max(axis=1), names, inside, tree.tree_.n_node_samples[leaf])
+
+
+def pooled(parts: Sequence[Judged]) -> Judged:
+    """The test points of several folds together."""
+    return Judged(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def ellipsoid_names(part: Partition, names: Sequence[str]) -> list[str]:
+    """B1, B2, ... in the order found; isolated points of a class are not told apart."""
+    found, called = [0] * len(names), []
+    for e, code in zip(part.ellipsoids, part.codes, strict=True):
+        found[code] += e.kind is not Kind.ISOLATED
+        called.append(f"{names[code]} point" if e.kind is Kind.ISOLATED else f"{names[code]}{found[code]}")
+    return called
+
+
+def regions(judged: Judged) -> list[Region]:
+    """The regions that hold test points: inside first, those with the most points first."""
+    found = []
+    for name in np.unique(judged.region):
+        here = judged.region == name
+        right = int(judged.right[here].sum())
+        found.append(
+            Region(
+                str(name),
+                right,
+                int(here.sum()) - right,
+                float(judged.trust[here].mean()),
+                bool(judged.outside[here][0]),
+            )
+        )
+    return sorted(found, key=lambda r: (r.outside, -(r.right + r.wrong), r.name))
+
+
+def summary(judged: Judged) -> dict[str, Any]:
+    """Accuracy, and what trust says about it."""
+    right, trust, outside = judged.right, judged.trust, judged.outside
+    accepted, wrong = trust > ACCEPTED, ~right
+    surely_wrong = wrong & accepted
+    return {
+        "points": len(right),
+        "accuracy": float(right.mean()),
+        "regions": len(np.unique(judged.region)),
+        "regions_inside": len(np.unique(judged.region[~outside])),
+        "outside": float(outside.mean()),
+        "mean_trust_right": _mean(trust[right]),
+        "mean_trust_wrong": _mean(trust[wrong]),
+        "wrong": int(wrong.sum()),
+        "wrong_with_low_trust": _mean(trust[wrong] < LOW),
+        "right_with_low_trust": _mean(trust[right] < LOW),
+        "auroc_of_trust": float(roc_auc_score(right, trust)) if 0 < right.sum() < len(right) else None,
+        "accepted": selection(right, accepted),
+        "accepted_inside": selection(right, accepted & ~outside),
+        "inside": selection(right, ~outside),
+        "wrong_accepted": int(surely_wrong.sum()),
+        "wrong_accepted_outside": int((surely_wrong & outside).sum()),
+        "wrong_accepted_shared": judged.shared[surely_wrong].tolist(),
+    }
+
+
+def selection(right: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
+    """Coverage of a choice of test points and the accuracy on them."""
+    return {"points": int(kept.sum()), "coverage": float(kept.mean()), "accuracy": _mean(right[kept])}
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def percent(value: float | None) -> str:
+    """A share as text, one decimal."""
+    return "none" if value is None else f"{100.0 * value:.1f} %"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation of shares as text."""
+    return f"{100.0 * np.mean(values):.1f} ± {100.0 * np.std(values, ddof=1):.1f} %"
+
+
+def reproduced(artefact: str, paper: str, ours: str, why: str = "") -> dict[str, str]:
+    """A row of the table that compares the paper with what was computed here."""
+    return {"artefact": artefact, "paper": paper, "ours": ours, "why": why}
