@@ -3,12 +3,14 @@ r"""A bank of ellipsoids as a torch module: (B, D) points to (B, K) distances.""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from sepc_torch import ops
+from sepc_torch.inputs import check_choice
+from sepc_torch.kernels import Kernel, Split, fused_distances, possible, split
 from sepc_torch.shapes import Float
 
 
@@ -34,6 +36,8 @@ class EllipsoidBank(nn.Module):
         centers: Centres :math:`c_k` (K, D), relative to ``origin`` where that is given.
         whiteners: Whiteners :math:`W_k` (K, D, D).
         origin: The origin (D,); by default one is chosen.
+        kernel: ``"torch"`` for plain torch operators, ``"triton"`` for one fused kernel on CUDA in float32 that gives
+            distances of the same accuracy, ``"auto"`` for the kernel wherever it can run.
 
     >>> import torch
     >>> bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.stack([torch.eye(2), 0.5 * torch.eye(2)]))
@@ -46,10 +50,16 @@ class EllipsoidBank(nn.Module):
     whiteners: Tensor
 
     def __init__(
-        self, centers: Float[Tensor, "K D"], whiteners: Tensor, origin: Float[Tensor, "D"] | None = None
+        self,
+        centers: Float[Tensor, "K D"],
+        whiteners: Tensor,
+        origin: Float[Tensor, "D"] | None = None,
+        *,
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__()
         count, dim = centers.shape
+        check_choice("kernel", kernel, get_args(Kernel))
         if whiteners.shape != (count, dim, dim):
             raise ValueError(
                 f"{count} centres in {dim} dimensions need whiteners of shape {(count, dim, dim)}, "
@@ -62,6 +72,10 @@ class EllipsoidBank(nn.Module):
         self.register_buffer("origin", origin)
         self.register_buffer("offsets", centers)
         self.register_buffer("whiteners", whiteners)
+        self.kernel: Kernel = kernel
+        self._split: Split | None = None
+        self._prepare()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     @property
     def centers(self) -> Float[Tensor, "K D"]:
@@ -79,6 +93,13 @@ class EllipsoidBank(nn.Module):
     def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
         r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
         z = self.relative(z)
+        if self._split is not None and z.dtype == torch.float32:
+            return fused_distances(z, self.offsets, self.whiteners, self._split)
+        if self.kernel == "triton":
+            raise RuntimeError(
+                f"kernel='triton' runs on a CUDA device in float32 with Triton installed; the bank is in "
+                f"{self.offsets.dtype} on {self.offsets.device}, z in {z.dtype}. Move both, or choose kernel='auto'."
+            )
         return ops.distances(z, self.offsets.to(z.dtype), self.whiteners.to(z.dtype))
 
     def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
@@ -100,8 +121,19 @@ class EllipsoidBank(nn.Module):
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
         return z.to(dtype) - self.origin.to(dtype)
 
+    def _prepare(self) -> None:
+        """What the kernel reads follows from the buffers: derived again when they move or change, saved nowhere."""
+        wanted = self.kernel != "torch" and possible(self.offsets)
+        self._split = split(self.offsets, self.whiteners) if wanted else None
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
-        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        self._prepare()
+        return moved
+
+
+def _after_loading(bank: EllipsoidBank, _keys: Any) -> None:
+    bank._prepare()
 
 
 def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -175,6 +175,12 @@ def label_array(y: Any, name: str = "y") -> Array:
     return labels
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """A clear error for an option that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
 def _reorder(found: Array, codes: Int[Array, "N"], classes: Array) -> tuple[Array, Int[Array, "N"]]:
     wanted = classes.tolist()
     present = found.tolist()

@@ -66,12 +66,7 @@ def _distances_shape(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
 
 
 def _setup_distances(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs, output)
-
-
-def _distances_backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-    z, centers, whiteners, output = ctx.saved_tensors
-    return distances_gradient(z, centers, whiteners, output, grad), None, None
+    ctx.save_for_backward(*inputs[:3], output)
 
 
 def _distances_gradient(
@@ -225,7 +220,7 @@ def _reached(
 _LIBRARY = torch.library.Library("sepc_torch", "DEF")
 
 
-def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Register a function, and what is known of its result without running it, under the name in the schema."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -234,24 +229,34 @@ def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[...,
     return getattr(torch.ops.sepc_torch, name).default
 
 
-distances = _operator("distances(Tensor z, Tensor centers, Tensor whiteners) -> Tensor", _distances, _distances_shape)
-distances_gradient = _operator(
+distances = operator("distances(Tensor z, Tensor centers, Tensor whiteners) -> Tensor", _distances, _distances_shape)
+distances_gradient = operator(
     "distances_gradient(Tensor z, Tensor centers, Tensor whiteners, Tensor output, Tensor grad) -> Tensor",
     _distances_gradient,
     _distances_gradient_shape,
 )
-torch.library.register_autograd(
-    "sepc_torch::distances", _distances_backward, setup_context=_setup_distances, lib=_LIBRARY
-)
-euclidean_distances = _operator(
+
+
+def differentiate_distances(name: str, unused: int = 0) -> None:
+    """Give an operator of distances, with z, centres and whiteners as its first arguments, its gradient in z."""
+
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        z, centers, whiteners, output = ctx.saved_tensors
+        return distances_gradient(z, centers, whiteners, output, grad), *([None] * (2 + unused))
+
+    torch.library.register_autograd(f"sepc_torch::{name}", backward, setup_context=_setup_distances, lib=_LIBRARY)
+
+
+differentiate_distances("distances")
+euclidean_distances = operator(
     "euclidean_distances(Tensor z, Tensor centers, Tensor axes, Tensor semi_axes, Tensor wanted) -> Tensor",
     _euclidean_distances,
     _euclidean_distances_shape,
 )
-region_counts = _operator(
+region_counts = operator(
     "region_counts(Tensor inside, Tensor cells, Tensor counts) -> Tensor", _region_counts, _region_counts_shape
 )
-expanded_counts = _operator(
+expanded_counts = operator(
     "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor reach, Tensor ranks, float surface, "
     "float tie) -> Tensor",
     _expanded_counts,

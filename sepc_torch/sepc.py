@@ -14,6 +14,8 @@ from sepc_torch import ops, storage
 from sepc_torch.bank import EllipsoidBank, at_least_float32
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.explaining import Described, Explanation, explain
+from sepc_torch.inputs import check_choice
+from sepc_torch.kernels import Kernel
 from sepc_torch.partition_record import Partition
 from sepc_torch.prediction import Prediction
 from sepc_torch.rules import Resolution, TrainingCounts, class_distance, resolve
@@ -64,8 +66,8 @@ class SEPC(nn.Module):
         made: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        _check_choice("nearest", nearest, get_args(Nearest))
-        _check_choice("nan_policy", nan_policy, get_args(NanPolicy))
+        check_choice("nearest", nearest, get_args(Nearest))
+        check_choice("nan_policy", nan_policy, get_args(NanPolicy))
         self.bank = bank
         for name, tensor in training_counts._asdict().items():
             self.register_buffer(name, tensor)
@@ -94,6 +96,7 @@ class SEPC(nn.Module):
         *,
         nan_policy: NanPolicy = "raise",
         dtype: torch.dtype = torch.float32,
+        kernel: Kernel = "auto",
     ) -> SEPC:
         """Freeze a partition.
 
@@ -103,6 +106,7 @@ class SEPC(nn.Module):
                 free, or by Euclidean distance, the paper's convex program (solved for the whole batch).
             nan_policy: What to do with rows that hold NaN: ``"raise"``, or ``"flag"`` them with label -1 and trust 0.
             dtype: float32, or float64 for the accuracy of the partition itself.
+            kernel: How distances are computed, as in :class:`~sepc_torch.bank.EllipsoidBank`.
         """
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -121,6 +125,7 @@ class SEPC(nn.Module):
         bank = EllipsoidBank(
             torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])),
             torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])),
+            kernel=kernel,
         ).to(dtype)
         if not all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers()):
             raise ValueError(
@@ -367,8 +372,3 @@ def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
         if isinstance(saved, Tensor) and saved.shape != buffer.shape:
             owner = module.get_submodule(name.rpartition(".")[0])
             setattr(owner, name.rpartition(".")[2], buffer.new_empty(saved.shape))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

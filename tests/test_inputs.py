@@ -16,7 +16,7 @@ import scipy.sparse
 import torch
 
 from sepc_torch import landscape, partition
-from sepc_torch.inputs import training_set
+from sepc_torch.inputs import check_choice, training_set
 from sepc_torch.separating import Separator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,3 +210,10 @@ def test_an_unknown_solver_is_told_the_known_ones(outcomes: dict[str, tuple[str,
 @pytest.mark.parametrize("case", GOOD_ARGUMENTS)
 def test_arguments_that_do(outcomes: dict[str, tuple[str, str]], case: str) -> None:
     assert outcomes[case][0] == "Begun"
+
+
+def test_choices_are_named() -> None:
+    """Called directly: the type checks of the tests come before those of a constructor."""
+    check_choice("kernel", "auto", ("auto", "torch"))
+    with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', got 'cuda'"):
+        check_choice("kernel", "cuda", ("auto", "torch"))

@@ -1,0 +1,132 @@
+r"""One pass from points to distances: subtract, multiply by the whitener, square and sum without leaving the chip.
+
+A program takes a block of points and a range of ellipsoids. For each it forms :math:`z - c_k` in float32, splits it
+into two float16 numbers (see :mod:`sepc_torch.kernels.splitting`), lets the tensor cores multiply, and writes one
+number for each point. Only blocks on and above the diagonal of the triangular factor are visited.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sepc_torch.kernels.splitting import TOP, Split, block_size
+from sepc_torch.shapes import Float
+
+# Programs that fill the largest chips about twice over.
+_PROGRAMS = 512
+
+
+@triton.jit
+def _power_of_two_above(x):  # type: ignore[no-untyped-def]
+    """The power of two above a positive float32 number: its exponent, plus one."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split_numbers(x):  # type: ignore[no-untyped-def]
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _distances(  # type: ignore[no-untyped-def]
+    z, feature_scale, centers, high, low, row_scale, out,
+    reach, points, count, dim, row_stride, column_stride,
+    top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    live = row < points
+    i = tl.arange(0, block)
+    start = z + row[:, None].to(tl.int64) * row_stride
+    largest = tl.zeros([rows], tl.float32)
+    for b in tl.static_range(blocks):
+        feature = b * block + i
+        present = live[:, None] & (feature < dim)[None, :]
+        part = tl.load(start + feature[None, :] * column_stride, mask=present, other=0.0)
+        part *= tl.load(feature_scale + feature)[None, :]
+        largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
+    # With this factor no coordinate of z - c exceeds the top; 2^-60 keeps it finite for points and centres at zero.
+    size = _power_of_two_above(tl.maximum(largest + reach, 8.7e-19))
+    factor = top / size
+    if blocks == 1:
+        whole = part * factor[:, None]
+    padded: tl.constexpr = block * blocks
+    for g in range(group):
+        k = tl.minimum(tl.program_id(1) * group + g, count - 1)
+        matrix = k.to(tl.int64) * padded * padded
+        squares = tl.zeros([rows], tl.float32)
+        for j in tl.static_range(blocks):
+            y = tl.zeros([rows, block], tl.float32)
+            for b in tl.static_range(j, blocks):
+                feature = b * block + i
+                c = tl.load(centers + k * padded + feature)
+                if blocks == 1:
+                    x = whole - factor[:, None] * c[None, :]
+                else:
+                    present = live[:, None] & (feature < dim)[None, :]
+                    part = tl.load(start + feature[None, :] * column_stride, mask=present, other=0.0)
+                    x = (part * tl.load(feature_scale + feature)[None, :] - c[None, :]) * factor[:, None]
+                x_high, x_low = _split_numbers(x)
+                place = matrix + feature[:, None] * padded + (j * block + i)[None, :]
+                r_high = tl.load(high + place)
+                y = tl.dot(x_high, r_high, y)
+                y = tl.dot(x_low, r_high, y)
+                y = tl.dot(x_high, tl.load(low + place), y)
+            y *= tl.load(row_scale + k * padded + j * block + i)[None, :]
+            squares += tl.sum(y * y, axis=1)
+        tl.store(out + row.to(tl.int64) * count + k, tl.sqrt(squares) * (size / top), mask=live)
+
+
+def launch(z: Float[Tensor, "B D"], bank: Split) -> Float[Tensor, "B K"]:
+    """Distances of float32 points, relative to the bank's origin, to its ellipsoids."""
+    points, dim = z.shape
+    count = len(bank.centers)
+    out = torch.empty(points, count, dtype=torch.float32, device=z.device)
+    if points == 0:
+        return out
+    block = block_size(dim)
+    blocks = bank.centers.shape[1] // block
+    shape = _shape(points, count, blocks)
+    grid = (-(-points // shape.rows), -(-count // shape.group))
+    _distances[grid](
+        z, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
+        bank.reach, points, count, dim, z.stride(0), z.stride(1),
+        top=TOP, block=block, blocks=blocks, rows=shape.rows, group=shape.group,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    return out
+
+
+class _Shape(NamedTuple):
+    """Points and ellipsoids of a program, its warps, and how many loads it keeps in flight."""
+
+    rows: int
+    group: int
+    warps: int
+    stages: int
+
+
+def _shape(points: int, count: int, blocks: int) -> _Shape:
+    """What was fastest on an H200; with several blocks, more than one stage does not fit into shared memory."""
+    if blocks == 1:
+        rows = next((rows for rows in (16, 32) if points <= rows), 64)
+        return _Shape(rows, _group(points, count, rows), warps=4, stages=2)
+    rows = next((rows for rows in (16, 32, 64) if points <= 64 * rows), 128)
+    return _Shape(rows, _group(points, count, rows), warps=8 if rows == 128 and blocks > 2 else 4, stages=1)
+
+
+def _group(points: int, count: int, rows: int) -> int:
+    """Ellipsoids of a program: all of them if there are points enough, else few enough to keep the chip busy."""
+    tiles = -(-points // rows)
+    return count if tiles >= _PROGRAMS else _power_of_two(max(1, count * tiles // _PROGRAMS))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is not above a number, so that few variants of the kernel are compiled."""
+    return 1 << (number.bit_length() - 1)
