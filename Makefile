@@ -44,5 +44,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "set-up 3/4: torch"
 	@$(PIP) install -c constraints.txt torch==2.13.0
 	@echo "set-up 4/4: sepc_torch and the development tools"
-	@$(PIP) install -c constraints.txt -e ".[plot,sklearn,cli]" --group dev
+	@$(PIP) install -c constraints.txt -e ".[plot,sklearn,cli,layers]" --group dev
 	@touch $@

@@ -11,109 +11,18 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from harness import FIGURES, RESULTS
+from tables import SECTIONS, load, table
 
 README = RESULTS.parents[1] / "README.md"
 EXPERIMENTS = RESULTS.parent / "README.md"
 # What reproduces the paper, in the order of the paper.
 PAPER = ("overlapping", "toy_sets", "adult", "wdbc", "vertebral", "iris", "peers", "complexity")
-
-
-def load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def solvers() -> str:
-    results = load("bench_solvers")
-    rows = [
-        [
-            f"{r['points']:,} x {r['dims']}".replace(",", " "),
-            f"{r['native_s']:.1f} s" if r["native_s"] >= 1 else f"{r['native_s'] * 1e3:.3g} ms",
-            f"{r['ratio_direct']:.0f} x" if "ratio_direct" in r else "",
-            f"{r['ratio_generated']:.0f} x" if "ratio_generated" in r else "",
-        ]
-        for r in results["rows"]
-    ]
-    header = ["minimum-volume ellipsoid", "native, gap 1e-7", "cvxpy, one program", "cvxpy, generated constraints"]
-    text = "One ellipsoid, one thread, CPU time; how many times longer cvxpy with Clarabel takes in the same run"
-    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
-
-
-def partitions() -> str:
-    results = load("bench_partition")
-    rows = [
-        [
-            {"fashion": "CNN embeddings (Fashion-MNIST)", "synthetic": "synthetic"}[r["data"]],
-            f"{r['points']:,} x {r['dims']}".replace(",", " "),
-            f"{r['cpu_s']:.1f} s",
-            str(r["ellipsoids"]),
-            str(r["isolated"]),
-            f"{r['share']['cover'] + r['share']['disjoint']:.0%}",
-            f"{r['share']['hulls']:.0%}",
-        ]
-        for r in results["rows"]
-        if r.get("draw", 0) == 0
-    ]
-    header = ["10 classes", "points x dims", "CPU time", "ellipsoids", "isolated", "in ellipsoids", "in hulls"]
-    growth = "; ".join(
-        f"{', '.join(f'{e:.2f}' for e in exponents)} at {dims} dims" for dims, exponents in results["growth"].items()
-    )
-    claim = f"Growth from 10 000 to 50 000 points, exponents of three draws: {growth}."
-    return f"A whole partition (`{results['command']}`):\n\n{table(header, rows)}\n\n{claim}"
-
-
-def inference() -> str:
-    results = load("bench_inference")
-    rows = [
-        [
-            f"{r['rows']:,} x {r['ellipsoids']} x {r['dims']}".replace(",", " "),
-            f"{r['rows_per_second']:,.0f}".replace(",", " "),
-            f"{r['ratio_n_by_n']:.0f} x" if "ratio_n_by_n" in r else "",
-            f"{r['ratio_loop']:.1f} x",
-            f"{r['ratio_mixture']:.1f} x",
-            f"{r['bank_bytes'] / 2**20:.0f} / {r['loop_bytes'] / 2**20:.0f} / {r['mixture_bytes'] / 2**20:.0f}",
-        ]
-        for r in results["rows"]
-    ]
-    header = [
-        "rows x ellipsoids x dims",
-        "rows/s",
-        "N x N loop",
-        "plain loop",
-        "GaussianMixture",
-        "MiB: ours / loop / mixture",
-    ]
-    text = "Distances on one CPU thread in float32, and how many times longer others take in the same run"
-    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
-
-
-def nearest() -> str:
-    results = load("nearest")
-    kinds = ("mahalanobis", "euclidean")
-    rows = [
-        [
-            name,
-            f"{r['mahalanobis']['share_outside']:.0%}",
-            *(f"{r[kind]['accuracy']:.1%}" for kind in kinds),
-            *(f"{r[kind]['accuracy_outside']:.1%}" for kind in kinds),
-        ]
-        for name, r in results["sets"].items()
-    ]
-    rows.append(["mean", "", *(f"{results['mean_accuracy'][kind]:.1%}" for kind in kinds), "", ""])
-    header = ["10 folds", "outside", "Mahalanobis", "Euclidean", "outside: Mahalanobis", "outside: Euclidean"]
-    return f'Accuracy by what "nearest" means (`{results["command"]}`):\n\n{table(header, rows)}'
 
 
 def reproductions() -> dict[str, dict[str, Any]]:
@@ -182,6 +91,30 @@ def agreements(results: dict[str, dict[str, Any]]) -> str:
     return table(["script", "set", "solvers", "ellipsoids", "the same", "log-volumes differ by"], rows)
 
 
+def peers() -> str:
+    """Every classifier on every set; the best of a column in bold."""
+    sets = load("peers")["sets"]
+    parts = []
+    for measure, title, best in (
+        ("accuracy", "accuracy", max),
+        ("aurc", "AURC of its own confidence (less is better)", min),
+        ("accuracy_80", "accuracy at 80 % coverage", max),
+    ):
+        names = list(next(iter(sets.values())))
+        winners = {data: best(found[name][measure] for name in names) for data, found in sets.items()}
+        rows = []
+        for name in names:
+            shown = [
+                f"**{found[name][measure]:.3f}**"
+                if found[name][measure] == winners[data]
+                else f"{found[name][measure]:.3f}"
+                for data, found in sets.items()
+            ]
+            rows.append([name, *shown])
+        parts.append(table([title, *sets], rows))
+    return "\n\n".join(parts)
+
+
 def _comparisons(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     if isinstance(value, dict):
         if "log_volume_difference" in value:
@@ -207,14 +140,12 @@ def rewritten(text: str, sections: dict[str, Callable[[], str]]) -> str:
 DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
     README: {
         "paper": lambda: in_short(reproductions()),
-        "solvers": solvers,
-        "partitions": partitions,
-        "inference": inference,
-        "nearest": nearest,
+        **SECTIONS,
     },
     EXPERIMENTS: {
         "paper": lambda: side_by_side(reproductions()),
         "agreements": lambda: agreements(reproductions()),
+        "peers": peers,
         "figures": lambda: figures(reproductions(), FIGURES),
     },
 }

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
     from sepc_torch.head import HeadPrediction as HeadPrediction
     from sepc_torch.head import TrustHead as TrustHead
+    from sepc_torch.layers import EllipsoidLoss as EllipsoidLoss
+    from sepc_torch.layers import MVELayer as MVELayer
+    from sepc_torch.layers import RCHLayer as RCHLayer
     from sepc_torch.overlap import Landscape as Landscape
     from sepc_torch.overlap import landscape as landscape
     from sepc_torch.overlap import small_disjuncts as small_disjuncts
@@ -38,12 +41,15 @@ _HOME = {
     "SEPC": "sepc",
     "Ellipsoid": "ellipsoid",
     "EllipsoidBank": "bank",
+    "EllipsoidLoss": "layers",
     "HeadPrediction": "head",
     "Kind": "ellipsoid",
     "Landscape": "overlap",
+    "MVELayer": "layers",
     "MinimumVolumeEllipsoid": "ellipsoid",
     "Partition": "partition_record",
     "Prediction": "prediction",
+    "RCHLayer": "layers",
     "Rule": "rules",
     "TrustHead": "head",
     "bayes_trust": "trust",

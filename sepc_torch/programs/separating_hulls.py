@@ -58,7 +58,7 @@ def reduced_hull_points(
     u, v = _feasible(u.value, cap), _feasible(v.value, cap)
     c, d = u @ x, v @ y
     w = c - d
-    gap = float(w @ w) - _least_mean(x @ w, cap) - _least_mean(-(y @ w), cap)
+    gap = float(w @ w) - least_mean(x @ w, cap) - least_mean(-(y @ w), cap)
     if gap > 1e-8:
         raise failure(name, size, solver, f"optimal, but the optimality conditions fail by {gap:.1e}")
     return ReducedHullPoints(origin + extent * c, origin + extent * d, u, v)
@@ -72,6 +72,6 @@ def _feasible(weights: Float[Array, "N"], cap: float) -> Float[Array, "N"]:
     return np.clip(weights + high, 0.0, cap)
 
 
-def _least_mean(values: Float[Array, "N"], cap: float) -> float:
+def least_mean(values: Float[Array, "N"], cap: float) -> float:
     """The least weighted mean for weights of at most the cap: the smallest values take all they can."""
     return float(np.sort(values) @ np.clip(1.0 - cap * np.arange(len(values)), 0.0, cap))

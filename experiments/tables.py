@@ -1,0 +1,149 @@
+"""The tables of the main README, each from the JSON of its script."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from harness import RESULTS
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def solvers() -> str:
+    results = load("bench_solvers")
+    rows = [
+        [
+            f"{r['points']:,} x {r['dims']}".replace(",", " "),
+            f"{r['native_s']:.1f} s" if r["native_s"] >= 1 else f"{r['native_s'] * 1e3:.3g} ms",
+            f"{r['ratio_direct']:.0f} x" if "ratio_direct" in r else "",
+            f"{r['ratio_generated']:.0f} x" if "ratio_generated" in r else "",
+        ]
+        for r in results["rows"]
+    ]
+    header = ["minimum-volume ellipsoid", "native, gap 1e-7", "cvxpy, one program", "cvxpy, generated constraints"]
+    text = "One ellipsoid, one thread, CPU time; how many times longer cvxpy with Clarabel takes in the same run"
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
+
+
+def partitions() -> str:
+    results = load("bench_partition")
+    rows = [
+        [
+            {"fashion": "CNN embeddings (Fashion-MNIST)", "synthetic": "synthetic"}[r["data"]],
+            f"{r['points']:,} x {r['dims']}".replace(",", " "),
+            f"{r['cpu_s']:.1f} s",
+            str(r["ellipsoids"]),
+            str(r["isolated"]),
+            f"{r['share']['cover'] + r['share']['disjoint']:.0%}",
+            f"{r['share']['hulls']:.0%}",
+        ]
+        for r in results["rows"]
+        if r.get("draw", 0) == 0
+    ]
+    header = ["10 classes", "points x dims", "CPU time", "ellipsoids", "isolated", "in ellipsoids", "in hulls"]
+    growth = "; ".join(
+        f"{', '.join(f'{e:.2f}' for e in exponents)} at {dims} dims" for dims, exponents in results["growth"].items()
+    )
+    claim = f"Growth from 10 000 to 50 000 points, exponents of three draws: {growth}."
+    return f"A whole partition (`{results['command']}`):\n\n{table(header, rows)}\n\n{claim}"
+
+
+def inference() -> str:
+    results = load("bench_inference")
+    rows = [
+        [
+            f"{r['rows']:,} x {r['ellipsoids']} x {r['dims']}".replace(",", " "),
+            f"{r['rows_per_second']:,.0f}".replace(",", " "),
+            f"{r['ratio_n_by_n']:.0f} x" if "ratio_n_by_n" in r else "",
+            f"{r['ratio_loop']:.1f} x",
+            f"{r['ratio_mixture']:.1f} x",
+            f"{r['bank_bytes'] / 2**20:.0f} / {r['loop_bytes'] / 2**20:.0f} / {r['mixture_bytes'] / 2**20:.0f}",
+        ]
+        for r in results["rows"]
+    ]
+    header = [
+        "rows x ellipsoids x dims",
+        "rows/s",
+        "N x N loop",
+        "plain loop",
+        "GaussianMixture",
+        "MiB: ours / loop / mixture",
+    ]
+    text = "Distances on one CPU thread in float32, and how many times longer others take in the same run"
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
+
+
+def nearest() -> str:
+    results = load("nearest")
+    kinds = ("mahalanobis", "euclidean")
+    rows = [
+        [
+            name,
+            f"{r['mahalanobis']['share_outside']:.0%}",
+            *(f"{r[kind]['accuracy']:.1%}" for kind in kinds),
+            *(f"{r[kind]['accuracy_outside']:.1%}" for kind in kinds),
+        ]
+        for name, r in results["sets"].items()
+    ]
+    rows.append(["mean", "", *(f"{results['mean_accuracy'][kind]:.1%}" for kind in kinds), "", ""])
+    header = ["10 folds", "outside", "Mahalanobis", "Euclidean", "outside: Mahalanobis", "outside: Euclidean"]
+    return f'Accuracy by what "nearest" means (`{results["command"]}`):\n\n{table(header, rows)}'
+
+
+def layers() -> str:
+    results = load("bench_layers")
+    rows = [
+        [
+            f"{r['points']} x {r['dims']}",
+            str(r["batch"]),
+            *(
+                f"{(r[f'{name}_forward_s'] + r[f'{name}_backward_s']) * 1e3:.0f} ms"
+                for name in ("native", "cvxpylayers")
+            ),
+            f"{r['ratio']:.1f} x" + (" (scaled from one set)" if r["scaled"] else ""),
+            f"{r['gradient_difference']:.0e}",
+        ]
+        for r in results["rows"]
+    ]
+    header = ["points x dims", "batch", "native", "cvxpylayers", "ratio", "gradients differ by"]
+    text = "Forward and backward of a batch of ellipsoids, CPU time of one thread"
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
+
+
+def refits() -> str:
+    moons, others = load("refit_moons"), load("refit_embeddings")
+    header = ["test points", "loss", "others inside", "network", "its AURC", "SEP-C", "its AURC"]
+    names = ("foreign_inside", "network_accuracy", "network_aurc", "sepc_accuracy", "sepc_aurc")
+    rows = [
+        [data, arm, *(_spread(values[name], name.endswith("aurc")) for name in names)]
+        for data, result in {"moons": moons, **others["sets"]}.items()
+        for arm, values in result["summary"].items()
+    ]
+    text = "An encoder trained with cross-entropy alone, with `EllipsoidLoss` on top but its ellipsoids constant"
+    text += " (detached), and through the refit; mean and standard deviation of five seeds"
+    return f"{text} (`{moons['command']}`, `{others['command']}`):\n\n{table(header, rows)}"
+
+
+def _spread(value: dict[str, float], small: bool) -> str:
+    """Mean and standard deviation: AURC in thousandths, shares in per cent."""
+    scale, unit = (1e3, "e-3") if small else (100.0, "%")
+    return f"{value['mean'] * scale:.1f} ± {value['std'] * scale:.1f}{unit}"
+
+
+SECTIONS = {
+    "solvers": solvers,
+    "partitions": partitions,
+    "inference": inference,
+    "nearest": nearest,
+    "layers": layers,
+    "refits": refits,
+}
