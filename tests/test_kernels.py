@@ -10,21 +10,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from ellipsoid_banks import bank_of
 
 from sepc_torch.bank import EllipsoidBank
 from sepc_torch.kernels.splitting import TOP, split
 
 Rng = np.random.Generator
-
-
-def bank_of(rng: Rng, count: int, dim: int, triangular: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centres and whiteners with axes of very different lengths and features of very different scale."""
-    scale = 10.0 ** rng.uniform(-3, 3, size=dim)
-    whiteners = rng.normal(size=(count, dim, dim)) / np.sqrt(dim) + 2 * np.eye(dim)
-    whiteners *= 10.0 ** rng.uniform(-2, 2, size=(count, dim, 1))
-    if triangular:
-        whiteners = np.triu(whiteners)
-    return torch.from_numpy(rng.normal(size=(count, dim)) * scale), torch.from_numpy(whiteners / scale)
 
 
 @pytest.mark.parametrize("triangular", [True, False])
@@ -68,7 +59,7 @@ import torch
 from sepc_torch.kernels.fused import launch
 from sepc_torch.kernels.splitting import split
 sys.path.insert(0, {tests!r})
-from test_kernels import bank_of
+from ellipsoid_banks import bank_of
 
 rng = np.random.default_rng({seed})
 for count, dim, points in ((3, 7, 40), (1, 1, 1), (2, 100, 9), (2, 64, 17)):
