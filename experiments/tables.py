@@ -139,7 +139,41 @@ def _spread(value: dict[str, float], small: bool) -> str:
     return f"{value['mean'] * scale:.1f} ± {value['std'] * scale:.1f}{unit}"
 
 
+def active() -> str:
+    results = load("active_learning")
+    methods = [method for method in results["verdict"]["mean_gain"] if method != "random"]
+
+    def gain(row: dict[str, Any]) -> str:
+        return f"{100 * row['gain']:+.1f} ± {100 * row['gain_se']:.1f}"
+
+    rows = [
+        [name, f"{100 * r['rows']['random']['area']:.1f}", *(gain(r["rows"][method]) for method in methods)]
+        for name, r in results["sets"].items()
+    ]
+    mean = results["verdict"]["mean_gain"]
+    rows.append(["mean", "", *(f"{100 * mean[method]:+.1f}" for method in methods)])
+    needed = [[r["rows"][m]["labels_to_target"] for r in results["sets"].values()] for m in ["random", *methods]]
+    rows.append(["sets where 95 % is reached", *(str(sum(n is not None for n in column)) for column in needed)])
+    header = ["area under the curve", "random", *methods]
+    text = (
+        "Mean accuracy over all rounds, and what each method gains on random, in points, paired over "
+        f"{results['seeds']} seeds, with standard errors (`{results['command']}`)"
+    )
+    below = results["verdict"]["below_margin_on"]
+    trained = results["sets"]["digits, network"]["rows"]
+    reading = (
+        "`ours` is `TrustMonitor(..., logits=...).query`. "
+        f"It is below margin on {', '.join(below) or 'none of these'}, "
+        f"and {'above' if results['verdict']['above_badge_on_average'] else 'not above'} BADGE in the mean. What is "
+        "ambiguous comes from the network there and what is new from the head. On the trained network, the head alone "
+        f"(without `logits`) gains {gain(trained['ours, head alone'])}, and the least trusted first "
+        f"{gain(trained['least trusted'])}: so few labels make a poor head, and the least trusted are outliers."
+    )
+    return f"{text}:\n\n{table(header, rows)}\n\n{reading}"
+
+
 SECTIONS = {
+    "active": active,
     "solvers": solvers,
     "partitions": partitions,
     "inference": inference,

@@ -9,7 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sepc_torch.active import LabelPool as LabelPool
+    from sepc_torch.active import select as select
     from sepc_torch.bank import EllipsoidBank as EllipsoidBank
+    from sepc_torch.callbacks import PoolDataModule as PoolDataModule
+    from sepc_torch.callbacks import TrustMonitor as TrustMonitor
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
@@ -44,14 +48,17 @@ _HOME = {
     "EllipsoidLoss": "layers",
     "HeadPrediction": "head",
     "Kind": "ellipsoid",
+    "LabelPool": "active",
     "Landscape": "overlap",
     "MVELayer": "layers",
     "MinimumVolumeEllipsoid": "ellipsoid",
     "Partition": "partition_record",
+    "PoolDataModule": "callbacks",
     "Prediction": "prediction",
     "RCHLayer": "layers",
     "Rule": "rules",
     "TrustHead": "head",
+    "TrustMonitor": "callbacks",
     "bayes_trust": "trust",
     "distance_to_ellipsoid": "solvers",
     "ellipsoids_intersect": "solvers",
@@ -62,6 +69,7 @@ _HOME = {
     "posterior": "trust",
     "reduced_hull_points": "solvers",
     "resolve": "rules",
+    "select": "active",
     "small_disjuncts": "overlap",
 }
 

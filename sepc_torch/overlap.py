@@ -206,6 +206,20 @@ def small_disjuncts(
         if predicted is None
         else _as_objects(predicted, "predicted", len(points))
     )
+    return mistaken_regions(member, given, truth, limit)
+
+
+def mistaken_regions(member: Bool[Array, "N K"], given: Array, truth: Array, limit: int) -> tuple[SmallDisjunct, ...]:
+    """The regions with more than ``limit`` mistakes, the worst first.
+
+    Args:
+        member: Which ellipsoids hold each point.
+        given: The labels that the points were given (N,), None where there was none.
+        truth: Their true labels (N,).
+        limit: Mistakes to tolerate.
+    """
+    patterns, region = np.unique(member, axis=0, return_inverse=True)
+    region = region.ravel()
     wrong = np.array([g is not None and g != t for g, t in zip(given, truth, strict=True)], dtype=bool)
     found = []
     for r in np.unique(region[wrong]):

@@ -17,7 +17,12 @@ from sepc_torch.shapes import Array
 # Raised when the meaning of a file changes; older readers then refuse it instead of misreading it.
 FORMAT = 1
 _KEY = "sepc_torch"
-_READERS = {"partition": "Partition.load", "sepc": "SEPC.load", "trust_head": "TrustHead.load"}
+_READERS = {
+    "partition": "Partition.load",
+    "sepc": "SEPC.load",
+    "trust_head": "TrustHead.load",
+    "label_pool": "LabelPool.restore",
+}
 
 
 def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:

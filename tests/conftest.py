@@ -48,6 +48,14 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng([request.config.stash[_SEED], zlib.crc32(request.node.nodeid.encode())])
 
 
+@pytest.fixture
+def seeded() -> None:
+    """The same weights and batches in every run, for tests that train a network and say nothing of chance."""
+    import torch
+
+    torch.manual_seed(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield

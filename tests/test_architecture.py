@@ -46,6 +46,8 @@ ORDER = [
     "metrics",
     "layers",
     "estimator",
+    "trust_table",
+    "flagging",
     "active",
     "callbacks",
     "plot",

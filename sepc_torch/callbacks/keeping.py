@@ -1,0 +1,89 @@
+"""The head in use: where it comes from, which weights it belongs to, and how it travels in a checkpoint."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sepc_torch.callbacks.gathering import RankZeroError, Rows
+from sepc_torch.callbacks.refitting import fit_head
+from sepc_torch.callbacks.snapshots import fingerprint, head_bytes, head_from_bytes, head_kind, same_weights
+from sepc_torch.flagging import Head, in_features
+
+
+class HeadKeeper:
+    """A head, when it was fitted, and how often that succeeded."""
+
+    def __init__(self, head: Head | None) -> None:
+        self.head = head
+        self.fit_epoch, self.fit_step = -1, -1
+        self.refits, self.failures = 0, 0
+        self.seconds = 0.0
+        self.rows: Rows = {}
+        self._weights: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "rows": {}}
+
+    def refit(self, trainer: Any, module: Any, rows: Rows, fit: Any, stop: bool) -> bool:
+        """Fit a new head to rows; where that fails, keep the old one and warn, or stop."""
+        begun = time.perf_counter()
+        try:
+            # Kept on the CPU here; it follows the embeddings to their device when it judges.
+            self.head = fit_head(trainer, rows, fit)
+        except RankZeroError as error:
+            if stop:
+                raise
+            self.failures += 1
+            kept = "the head of before stays" if self.head is not None else "there is no head yet"
+            if trainer.is_global_zero:
+                warnings.warn(f"{error} Training goes on; {kept}.", stacklevel=2)
+            return False
+        self.seconds = time.perf_counter() - begun
+        self.rows = rows
+        self.fit_epoch, self.fit_step = int(trainer.current_epoch), int(trainer.global_step)
+        self.refits += 1
+        self._weights = fingerprint(module)
+        return True
+
+    def on(self, device: torch.device) -> Head:
+        """The head on a device."""
+        assert self.head is not None
+        self.head = self.head.to(device)
+        return self.head
+
+    def is_stale(self, module: Any) -> bool:
+        """Whether the module's weights are other than those that the head was fitted to."""
+        return self._weights is not None and not same_weights(self._weights, fingerprint(module))
+
+    def fits(self, width: int) -> bool:
+        """Whether embeddings of this width are what the head takes."""
+        return self.head is None or in_features(self.head) == width
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, which ``weights_only`` loading takes."""
+        state: dict[str, Any] = {
+            "fit_epoch": self.fit_epoch,
+            "fit_step": self.fit_step,
+            "refits": self.refits,
+            "failures": self.failures,
+        }
+        if self.head is not None:
+            state |= {"head": head_bytes(self.head), "kind": head_kind(self.head)}
+        if self._weights is not None:
+            state["weights"] = self._weights.clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint holds."""
+        self.fit_epoch, self.fit_step = int(state["fit_epoch"]), int(state["fit_step"])
+        self.refits, self.failures = int(state["refits"]), int(state["failures"])
+        if "head" in state:
+            self.head = head_from_bytes(state["head"], state["kind"])
+            self._weights = state["weights"].clone() if "weights" in state else None
+        self.rows = {}

@@ -1,0 +1,106 @@
+"""The pool as the monitor sees it: scored after each refit, asked from, and checked against what people answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sepc_torch.active import LabelPool, confirmed_disjuncts
+from sepc_torch.active.pool import View
+from sepc_torch.callbacks.capture import Capture
+from sepc_torch.callbacks.gathering import Rows, gather_rows, unique_rows
+from sepc_torch.callbacks.passes import embed_samples, sequential_loader
+from sepc_torch.callbacks.recording import judged_rows
+from sepc_torch.callbacks.refitting import BATCH_SIZE, Samples, samples_of, scrambled
+from sepc_torch.flagging import Head, class_values
+from sepc_torch.overlap import SmallDisjunct
+from sepc_torch.shapes import Int
+
+
+def find_pool(trainer: Any, module: Any, pool: Any) -> Any:
+    """What the user gave, else the ``pool_dataloader()`` of the data module or of the module, else None."""
+    if pool is not None:
+        return pool
+    for owner in (trainer.datamodule, module):
+        if isinstance(getattr(owner, "pool", None), LabelPool):
+            return owner.pool
+        if callable(getattr(owner, "pool_dataloader", None)):
+            return owner.pool_dataloader()
+    return None
+
+
+def label_pool(trainer: Any, module: Any, pool: Any) -> LabelPool | None:
+    """The pool that keeps record, where there is one."""
+    for candidate in (pool, getattr(trainer.datamodule, "pool", None), getattr(module, "pool", None)):
+        if isinstance(candidate, LabelPool):
+            return candidate
+    return None
+
+
+class PoolScores:
+    """The last scores of the pool, the same on every process: columns ``id``, ``emb`` and those of a judged batch."""
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None
+        self.head: Head | None = None
+        self.seconds = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": None, "head": None, "seconds": self.seconds}
+
+    def score(
+        self,
+        trainer: Any,
+        module: Any,
+        source: Any,
+        head: Head,
+        captures: dict[str, Capture],
+        inputs: Callable[[Any], Any] | None,
+        limit: int | None,
+    ) -> Rows:
+        """Judge the pool by a head; at most ``limit`` of its samples, others in every step."""
+        begun = time.perf_counter()
+        samples, ids = _part(samples_of(source, "the pool"), limit, int(trainer.global_step))
+
+        def each(_batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
+            rows = judged_rows(head, captured["emb"].to(module.device), captured.get("logits"), None)
+            return {"id": ids[positions], **captured, **rows}
+
+        rows: Rows = {}
+        if len(ids):
+            loader = sequential_loader(trainer, samples.dataset, samples.like, BATCH_SIZE)
+            rows = unique_rows(gather_rows(trainer, embed_samples(trainer, module, loader, captures, inputs, each)))
+        self.rows, self.head = rows, head
+        self.seconds = time.perf_counter() - begun
+        return rows
+
+    def disjuncts(self, pool: LabelPool) -> tuple[SmallDisjunct, ...]:
+        """Cells in which the samples labelled since the last scores turned out to be mistakes too often.
+
+        The rows of each are ids.
+        """
+        if not self.rows or self.head is None:
+            return ()
+        ids = self.rows["id"]
+        known = pool.round_of[ids] >= 0
+        finite = self.rows["label"] >= 0
+        chosen = known & finite
+        if not bool(chosen.any()):
+            return ()
+        given = class_values(self.head)[self.rows["label"][chosen]]
+        device = next(self.head.buffers()).device
+        found = confirmed_disjuncts(self.head, self.rows["emb"][chosen].to(device), pool.labels_of(ids[chosen]), given)
+        return tuple(disjunct._replace(rows=ids[chosen].numpy()[disjunct.rows]) for disjunct in found)
+
+
+def _part(samples: Samples, limit: int | None, step: int) -> tuple[Samples, Int[Tensor, "n"]]:
+    """The samples to score, and their ids."""
+    ids = torch.arange(len(samples.dataset)) if samples.ids is None else samples.ids
+    if limit is None or len(ids) <= limit:
+        return samples, ids
+    chosen = scrambled(ids + scrambled(torch.tensor([step]))).argsort(stable=True)[:limit].sort().values
+    return samples._replace(dataset=View(samples.dataset, chosen)), ids[chosen]

@@ -1,0 +1,293 @@
+"""Pool bookkeeping, batch choice, questions and answers, and the trigger of confirmed mistakes."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sepc_torch import LabelPool, TrustHead, select
+from sepc_torch.active import confirmed_disjuncts, read_answers, write_questions
+from sepc_torch.trust_table import TrustTable
+
+Rng = np.random.Generator
+
+
+def samples(n: int = 20) -> list[tuple[Tensor, int]]:
+    return [(torch.full((2,), float(i)), i % 3) for i in range(n)]
+
+
+def draw(rng: Rng, n: int, d: int = 4) -> Tensor:
+    return torch.from_numpy(rng.normal(size=(n, d)))
+
+
+class TestLabelPool:
+    def test_ids_are_those_of_the_data_set(self, rng: Rng) -> None:
+        """Whatever is labelled or ignored in between, an id keeps naming the same sample."""
+        data = samples(60)
+        pool = LabelPool(data, labelled=[3])
+        for _ in range(8):
+            waiting = pool.pool()
+            assert [float(waiting[i][0][0]) for i in range(len(waiting))] == waiting.ids.tolist()
+            chosen = rng.choice(pool.pool_ids.numpy(), 5, replace=False)
+            pool.label(chosen[:4])
+            pool.ignore(chosen[4:].tolist())
+        assert len(pool.labelled_ids) == 33
+        assert len(pool.pool_ids) == 60 - 33 - 8
+        assert {float(x[0]) for x, _ in pool.labelled()} == set(pool.labelled_ids.tolist())  # type: ignore[attr-defined]
+        assert set(pool.round_of.tolist()) == set(range(-1, 9))
+
+    def test_answers_replace_the_data_sets_labels(self) -> None:
+        pool = LabelPool(samples(), labelled=[0, 1])
+        pool.label([5, 6], y=[9, 8])
+        assert [y for _, y in pool.labelled()] == [0, 1, 9, 8]  # type: ignore[attr-defined]
+        assert pool.labels_of([6, 0, 5]).tolist() == [8, 0, 9]
+        pool.correct([0, 5], [4, 4])
+        assert pool.labels_of([0, 5]).tolist() == [4, 4]
+
+    def test_the_plain_view_is_embedded(self) -> None:
+        train = [(torch.zeros(2), 0)] * 5
+        plain = samples(5)
+        pool = LabelPool(train, labelled=[1], eval_view=plain)
+        assert float(pool.labelled_eval()[0][0][0]) == 1.0
+        assert float(pool.labelled()[0][0][0]) == 0.0
+        assert float(pool.pool()[1][0][0]) == 2.0
+
+    def test_samples_of_other_kinds(self) -> None:
+        pool = LabelPool([{"x": i} for i in range(4)])
+        pool.label([2], y=[7])
+        with pytest.raises(TypeError, match=r"dictionary with the keys \['x'\].*relabel="):
+            pool.labelled()[0]
+        pool = LabelPool([{"x": i} for i in range(4)], relabel=lambda sample, y: {**sample, "y": y})
+        pool.label([2], y=[7])
+        assert pool.labelled()[0] == {"x": 2, "y": 7}
+        bare = LabelPool(list(torch.arange(4.0)))
+        bare.label([1], y=[5])
+        assert bare.labelled()[0] == (torch.tensor(1.0), 5)
+
+    @pytest.mark.parametrize(
+        ("act", "message"),
+        [
+            (lambda p: p.label([0]), "labelled already"),
+            (lambda p: p.label([4, 4]), "named twice"),
+            (lambda p: p.label([20]), "indices from 0 to 19"),
+            (lambda p: p.label([-1]), "indices from 0 to 19"),
+            (lambda p: p.label([4, 5], y=[1]), "2 ids and 1 labels"),
+            (lambda p: p.label([4.5]), "list of integers"),
+            (lambda p: p.ignore([0]), "are labelled"),
+            (lambda p: p.correct([4], [1]), "not labelled yet"),
+            (lambda p: p.load_state_dict(LabelPool(samples(7)).state_dict()), "for another data set"),
+        ],
+    )
+    def test_refuses(self, act: Any, message: str) -> None:
+        pool = LabelPool(samples(), labelled=[0, 1])
+        before = pool.state_dict()
+        with pytest.raises(ValueError, match=message):
+            act(pool)
+        after = pool.state_dict()
+        assert all(torch.equal(torch.as_tensor(before[k]), torch.as_tensor(after[k])) for k in before), "all or none"
+
+    def test_refuses_what_has_no_index(self) -> None:
+        with pytest.raises(TypeError, match="iterable data set has no ids"):
+            LabelPool(iter(samples()))
+        with pytest.raises(ValueError, match="they must match"):
+            LabelPool(samples(), eval_view=samples(3))
+
+    def test_survives_a_file_and_a_checkpoint(self, tmp_path: Path) -> None:
+        pool = LabelPool(samples(), labelled=[0, 1])
+        pool.label([5, 6], y=[9, 8])
+        pool.ignore([7])
+        pool.save(tmp_path / "pool.safetensors")
+        torch.save(pool.state_dict(), tmp_path / "pool.pt")
+        for way in ("file", "state"):
+            again = LabelPool(samples())
+            if way == "file":
+                again.restore(tmp_path / "pool.safetensors")
+            else:
+                again.load_state_dict(torch.load(tmp_path / "pool.pt", weights_only=True))
+            assert repr(again) == repr(pool)
+            assert torch.equal(again.round_of, pool.round_of)
+            assert torch.equal(again.pool_ids, pool.pool_ids)
+            assert again.labels_of([5, 6]).tolist() == [9, 8]
+
+    @pytest.mark.parametrize("newer_first", [True, False])
+    def test_absorbing_forgets_nothing(self, newer_first: bool) -> None:
+        old, new = LabelPool(samples(), labelled=[0]), LabelPool(samples(), labelled=[0])
+        old.label([3], y=[1])
+        new.label([3], y=[1])
+        new.label([4, 5], y=[2, 2])
+        new.ignore([9])
+        first, second = (new, old) if newer_first else (old, new)
+        first.absorb(second.state_dict())
+        assert first.labelled_ids.tolist() == [0, 3, 4, 5]
+        assert first.labels_of([3, 4, 5]).tolist() == [1, 2, 2]
+        assert first.rounds == 2
+        assert 9 not in first.pool_ids
+
+    def test_repeated_answers_label_nothing_twice(self) -> None:
+        pool = LabelPool(samples(), labelled=[0])
+        assert pool.answer({4: 1, 5: 2}) == [4, 5]
+        assert pool.answer({4: 1, 5: 2, 6: 0}) == [6]
+        assert pool.answer({4: 1}) == []
+        assert pool.rounds == 2
+        with pytest.raises(ValueError, match="id 5 was 2 and is now 1"):
+            pool.answer({5: 1, 8: 0})
+        assert 8 in pool.pool_ids
+
+
+class TestSelect:
+    @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
+    def test_different_samples_and_always_the_same(self, rng: Rng, method: Any) -> None:
+        score, emb, taken = torch.from_numpy(rng.random(200)), draw(rng, 200), draw(rng, 10)
+        chosen = select(score, 20, emb, taken, method)
+        assert len(chosen.unique()) == 20
+        assert torch.equal(chosen, select(score, 20, emb, taken, method))
+        assert sorted(select(score, 500, emb, taken, method).tolist()) == list(range(200))
+        copies = emb[:1].repeat(200, 1)
+        assert len(select(score, 20, copies, taken, method).unique()) == 20
+
+    @pytest.mark.parametrize("method", ["kcenter", "kmeans"])
+    def test_candidates_are_the_highest_scores(self, rng: Rng, method: Any) -> None:
+        score, emb = torch.from_numpy(rng.random(200)), draw(rng, 200)
+        chosen = select(score, 10, emb, method=method, beta=3.0)
+        assert float(score[chosen].min()) >= float(score.sort(descending=True).values[29])
+        assert set(select(score, 10, emb, method=method, beta=1.0).tolist()) == set(score.topk(10).indices.tolist())
+
+    def test_kcenter_is_farthest_first(self, rng: Rng) -> None:
+        """Against the definition, and its guarantee: a radius of at most twice the best (Gonzalez)."""
+        emb, taken = draw(rng, 60, 2), draw(rng, 3, 2)
+        chosen = select(torch.ones(60), 6, emb, taken, "kcenter", beta=10.0).tolist()
+        for step, best in enumerate(chosen):
+            others = torch.cat([taken, emb[chosen[:step]]])
+            distance = torch.cdist(emb, others).amin(dim=1)
+            assert float(distance[best]) == pytest.approx(float(distance.max()))
+
+    def test_kmeans_takes_one_of_each_clump(self, rng: Rng) -> None:
+        centers = 100 * draw(rng, 7, 3)
+        owner = torch.arange(140) % 7
+        emb = centers[owner] + 0.1 * draw(rng, 140, 3)
+        chosen = select(torch.from_numpy(rng.uniform(0.5, 1, 140)), 7, emb, method="kmeans", beta=20.0)
+        assert sorted(owner[chosen].tolist()) == list(range(7))
+        spread = (emb - centers[owner]).norm(dim=1)
+        assert float(spread[chosen].mean()) < float(spread.mean()), "typical members, not extreme ones"
+
+    def test_random_methods_follow_the_score(self, rng: Rng) -> None:
+        score = torch.cat([torch.full((50,), 0.9), torch.full((50,), 0.1)])
+        emb = draw(rng, 100)
+        for method in ("gumbel", "kmeans++"):
+            generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
+            first = [int(select(score, 1, emb, method=method, generator=generator)[0]) < 50 for _ in range(300)]
+            assert 0.8 < np.mean(first) < 0.98  # 0.9 with a standard error of 0.017
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"method": "best"}, "method must be one of"),
+            ({"k": 0}, "k must be an integer of at least 1"),
+            ({"beta": 0.5}, "beta must be at least 1"),
+            ({"emb": None}, "needs an embedding for each of the 5 scores; got none"),
+            ({"emb": torch.zeros(4, 2)}, "got 4"),
+            ({"score": torch.full((5,), torch.nan)}, "score holds NaN"),
+        ],
+    )
+    def test_refuses(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            # Without the type checks of these tests, as users run it.
+            inspect.unwrap(select)(**{"score": torch.ones(5), "k": 2, "emb": torch.zeros(5, 2), **options})
+
+    def test_an_empty_pool(self) -> None:
+        assert len(select(torch.empty(0), 3, torch.empty(0, 2))) == 0
+
+
+def table() -> TrustTable:
+    columns = {
+        "trust": torch.tensor([0.4, 0.5, 0.9]),
+        "label": torch.tensor([0, 1, 1]),
+        "reason": torch.tensor([2, 0, -1]),
+    }
+    return TrustTable.of([12, 15, 3], columns, ["cat", "dog"])
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("kind", ["csv", "jsonl"])
+    def test_a_person_fills_in_the_file(self, tmp_path: Path, kind: str) -> None:
+        path = tmp_path / f"questions.{kind}"
+        write_questions(path, table(), context=lambda i: {"picture": f"{i}.png, front"})
+        assert read_answers(path) == {}, "nothing is answered yet"
+        text = path.read_text()
+        if kind == "csv":
+            rows = list(csv.DictReader(text.splitlines()))
+            assert [row["picture"] for row in rows] == ["12.png, front", "15.png, front", "3.png, front"]
+            rows[0]["answer"], rows[2]["answer"] = " dog ", "cat"
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        else:
+            records = [json.loads(line) for line in text.splitlines()]
+            records[0]["answer"], records[2]["answer"] = "dog", "cat"
+            path.write_text("\n".join(map(json.dumps, records)))
+        assert read_answers(path, ["cat", "dog"]) == {12: 1, 3: 0}
+        with pytest.raises(FileExistsError, match="may hold answers"):
+            write_questions(path, table())
+
+    def test_label_studio(self, tmp_path: Path) -> None:
+        path = tmp_path / "tasks.json"
+        write_questions(path, table(), context=lambda i: {"image": f"https://example.org/{i}.png"})
+        tasks = json.loads(path.read_text())
+        assert tasks[0]["data"]["image"] == "https://example.org/12.png"
+        assert tasks[0]["predictions"][0]["score"] == pytest.approx(0.4)
+        assert tasks[1]["predictions"][0]["result"][0]["value"]["choices"] == ["dog"]
+        assert read_answers(path, ["cat", "dog"]) == {}
+
+        def annotation(choice: str, cancelled: bool = False) -> dict[str, Any]:
+            return {"was_cancelled": cancelled, "result": [{"type": "choices", "value": {"choices": [choice]}}]}
+
+        tasks[0]["annotations"] = [annotation("dog")]
+        tasks[1]["annotations"] = [annotation("cat", cancelled=True)]
+        path.write_text(json.dumps(tasks))
+        assert read_answers(path, ["cat", "dog"]) == {12: 1}
+
+    @pytest.mark.parametrize(
+        ("name", "text", "classes", "message"),
+        [
+            ("a.txt", "", None, "must end in .csv, .jsonl or .json"),
+            ("a.csv", "id,label\n3,1\n", None, "lacks answer"),
+            ("a.csv", "id,answer\nx,1\n", None, "holds the id 'x'"),
+            ("a.csv", "id,answer\n3,dog\n", None, "give classes="),
+            ("a.csv", "id,answer\n3,bird\n", ["cat", "dog"], "expected one of cat, dog"),
+            ("a.csv", "id,answer\n3,1\n3,2\n", None, "answers id 3 twice"),
+            ("a.jsonl", "{", None, "not valid JSON"),
+            ("a.json", '[{"id": 1}]', None, "lacks data.id"),
+        ],
+    )
+    def test_refuses(self, tmp_path: Path, name: str, text: str, classes: Any, message: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_answers(tmp_path / name, classes)
+
+
+class TestMistakes:
+    def test_one_mistake_too_many(self, rng: Rng) -> None:
+        """Two far clouds; strangers of the other class inside the first: tolerated up to max_impure."""
+        x = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
+        y = np.repeat([4, 7], 60)
+        head = TrustHead.fit(x, y, dim=2, normalize=None, max_impure=3, progress=False)
+        middle = torch.from_numpy(x[:60].mean(axis=0) + 0.01 * rng.normal(size=(5, 2))).float()
+        truth = torch.full((5,), 7)
+        assert confirmed_disjuncts(head, middle[:3], truth[:3]) == ()
+        (found,) = confirmed_disjuncts(head, middle[:4], truth[:4])
+        assert (found.predicted, found.true, found.rows.tolist()) == (4, (7,), [0, 1, 2, 3])
+        assert confirmed_disjuncts(head, middle, truth, given=truth) == (), "the network had them right"
+        again = TrustHead.fit(
+            np.concatenate([x, middle.numpy()]), np.concatenate([y, truth.numpy()]), dim=2, normalize=None,
+            max_impure=3, progress=False,
+        )  # fmt: skip
+        assert set(again.predict(middle)) == {7}, "refitted, they have an ellipsoid of their own"

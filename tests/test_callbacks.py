@@ -1,0 +1,294 @@
+"""The monitor in a real Trainer: what it judges, writes and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import lightning_fabric
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning_parts import CLASSES, FEATURES, FIT, Net, blobs, fitted, loader, monitor, quiet_trainer, same_tables
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from sepc_torch import SEPC, LabelPool, PoolDataModule, TrustHead, TrustMonitor
+from sepc_torch.callbacks import MisconfigurationException
+
+Rng = np.random.Generator
+
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
+]
+
+
+class TestJudging:
+    def test_every_stage(self, tmp_path: Path) -> None:
+        watch, model, run = fitted(tmp_path, threshold=0.9)
+        assert watch.n_refits == 2
+        assert watch.fit_step == run.global_step
+        run.test(model, loader(blobs(30, 2)), verbose=False)
+        run.predict(model, loader(blobs(23, 3)), return_predictions=False)
+        assert {name: len(table) for name, table in watch.scores.items()} == {"val": 61, "test": 30, "predict": 23}
+        table = watch.scores["val"]
+        assert sorted(table.ids) == list(range(61))
+        head = watch.head
+        assert isinstance(head, TrustHead)
+        x, y = blobs(61, 1).tensors
+        with torch.no_grad():
+            out = head(model.eval().backbone(x))
+        order = torch.tensor(table.ids)
+        assert torch.equal(table.columns["trust"], out.trust[order])
+        assert torch.equal(table.columns["label"], out.label[order])
+        assert torch.equal(table.columns["target"], y[order])
+        flagged = watch.flagged["val"]
+        assert set(flagged.ids) == {i for i, r in zip(table.ids, table["reason"], strict=True) if r}
+        assert 0 < len(flagged) < 61
+
+    def test_numbers_can_be_monitored(self, tmp_path: Path) -> None:
+        saver = ModelCheckpoint(tmp_path, monitor="trust/val_flagged_frac", save_top_k=1)
+        stop = EarlyStopping("trust/val_mean", mode="max", patience=1, min_delta=2.0)  # nothing is that much better
+        watch, model = monitor(threshold=0.9), Net()
+        run = quiet_trainer(watch, saver, stop, folder=tmp_path, enable_checkpointing=True, max_epochs=6)
+        run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+        assert run.current_epoch == 2, "the second epoch is no better, so training stops"
+        assert saver.best_model_score is not None
+        numbers = run.callback_metrics
+        table, right = watch.scores["val"], []
+        for label, target in zip(table["label"], table["target"], strict=True):
+            right.append(label == target)
+        trusted = [r for r, reason in zip(right, table["reason"], strict=True) if not reason]
+        assert numbers["trust/val_acc_trusted"] == pytest.approx(np.mean(trusted))
+        assert numbers["trust/val_n"] == 61
+        assert numbers["trust/val_flagged"] == len(watch.flagged["val"])
+        assert numbers["trust/val_mean"] == pytest.approx(float(table.columns["trust"].double().mean()))
+        assert numbers["trust/refits"] == watch.n_refits == 2
+        assert numbers["trust/partition_age_steps"] == 0
+
+    def test_the_networks_label_is_judged_where_logits_are_known(self, tmp_path: Path) -> None:
+        watch, model, _ = fitted(tmp_path, logits="classifier", reasons=("disagrees",))
+        table = watch.scores["val"]
+        with torch.no_grad():
+            given = model.eval()(blobs(61, 1).tensors[0]).argmax(dim=1)
+        assert torch.equal(table.columns["network_label"], given[torch.tensor(table.ids)])
+        other = [a != b for a, b in zip(table["label"], table["network_label"], strict=True)]
+        assert [bool(reason) for reason in table["reason"]] == other
+        same = ~torch.tensor(other)
+        assert torch.equal(table.columns["network_trust"][same], table.columns["trust"][same])
+
+    def test_an_embedding_may_be_a_function(self, tmp_path: Path) -> None:
+        by_name, model, _ = fitted(tmp_path)
+        by_function = TrustMonitor(lambda module, batch: module.backbone(batch[0]), head=by_name.head)
+        quiet_trainer(by_function, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
+        assert same_tables(by_function.scores["val"], by_name.scores["val"])
+
+    def test_functions_and_hooks_together(self, tmp_path: Path) -> None:
+        """A function that runs the module again does not disturb what is watched."""
+        both = TrustMonitor(lambda m, b: m.backbone(b[0]) + 0 * m(b[0]).sum(), logits="classifier", fit=FIT)
+        quiet_trainer(both, folder=tmp_path, precision="bf16-mixed").fit(
+            Net(), loader(blobs(150)), loader(blobs(61, 1))
+        )
+        assert len(both.scores["val"]) == 61
+
+    def test_an_sepc_is_a_head_too(self, tmp_path: Path) -> None:
+        from sepc_torch import partition
+
+        x, y = blobs(150).tensors
+        sepc = SEPC.from_partition(partition(x.numpy(), y.numpy()))
+        watch = TrustMonitor(lambda module, batch: batch[0], head=sepc)
+        quiet_trainer(watch, folder=tmp_path).test(Net(), loader(blobs(20, 5)), verbose=False)
+        out = sepc(blobs(20, 5).tensors[0])
+        assert torch.equal(watch.scores["test"].columns["trust"], out.trust[torch.tensor(watch.scores["test"].ids)])
+
+    def test_several_loaders(self, tmp_path: Path) -> None:
+        watch = monitor()
+        run = quiet_trainer(watch, folder=tmp_path)
+        run.fit(Net(), loader(blobs(150)), [loader(blobs(20, 1)), loader(blobs(31, 2))])
+        assert {name: len(table) for name, table in watch.scores.items()} == {"val_0": 20, "val_1": 31}
+        assert run.callback_metrics["trust/val_1_n"] == 31
+
+    @pytest.mark.parametrize(("limit", "rows"), [(2, 32), (0, 0)])
+    def test_limited_validation(self, tmp_path: Path, limit: int, rows: int) -> None:
+        watch, _, _ = fitted(tmp_path, trainer={"limit_val_batches": limit})
+        assert len(watch.scores.get("val", ())) == rows
+        assert watch.n_refits == 2, "without validation the epoch's end refits"
+
+    def test_batches_may_carry_ids(self, tmp_path: Path) -> None:
+        class Named(Dataset[Any]):
+            data = blobs(40, 1)
+
+            def __len__(self) -> int:
+                return 40
+
+            def __getitem__(self, i: int) -> Any:
+                return {"x": self.data[i][0], "y": self.data[i][1], "file": f"{i:02d}.png"}
+
+        class DictNet(Net):
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self(batch["x"])
+
+        watch = monitor(
+            ids="file",
+            inputs=lambda b: b["x"] if isinstance(b, dict) else b[0],
+            labels=lambda b: b["y"] if isinstance(b, dict) else b[1],
+        )
+        with pytest.warns(UserWarning, match="sampler has shuffling enabled"):  # Lightning's, and right without ids
+            quiet_trainer(watch, folder=tmp_path).fit(DictNet(), loader(blobs(150)), loader(Named(), shuffle=True))
+        table = watch.scores["val"]
+        assert sorted(table.ids) == [f"{i:02d}.png" for i in range(40)]
+        targets = dict(zip(table.ids, table["target"], strict=True))
+        assert all(targets[f"{i:02d}.png"] == i % CLASSES for i in range(40))
+
+    def test_broken_embeddings_are_flagged_and_counted(self, tmp_path: Path) -> None:
+        watch, model, run = fitted(tmp_path)
+        x, y = blobs(10, 4).tensors
+        x[3] = math.nan
+        run.test(model, loader(TensorDataset(x, y)), verbose=False)
+        row = watch.scores["test"].find([3])
+        assert row["reason"] == ["novel"]
+        assert row["trust"] == [0.0]
+        assert row["label"] == [None]
+        assert run.callback_metrics["trust/test_nonfinite"] == 1
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+    def test_precision(self, tmp_path: Path, precision: str) -> None:
+        watch, _, _ = fitted(tmp_path, trainer={"precision": precision})
+        assert len(watch.scores["val"]) == 61
+        assert watch.scores["val"].columns["trust"].dtype == torch.float32
+        assert torch.isfinite(watch.scores["val"].columns["trust"]).all()
+
+    def test_a_fraction_is_flagged(self, tmp_path: Path) -> None:
+        watch, _, _ = fitted(tmp_path, flag_fraction=0.2)
+        assert len(watch.flagged["val"]) == math.ceil(0.2 * 61)
+        assert all(watch.flagged["val"]["reason"])
+
+
+class TestFiles:
+    @pytest.mark.parametrize("kind", ["csv", "jsonl"])
+    def test_one_file_per_stage_and_refit(self, tmp_path: Path, kind: str) -> None:
+        watch, model, run = fitted(tmp_path, dirpath=tmp_path / "flags", file_format=kind, threshold=0.9)
+        run.test(model, loader(blobs(30, 2)), verbose=False)
+        names = {path.name for path in (tmp_path / "flags").iterdir()}
+        expected = {f"val-epoch={e}-step={s}.{kind}" for e, s in ((0, 10), (1, 20))}
+        assert names == expected | {f"test-epoch=1-step=20.{kind}", "monitor.pt"}
+        text = (tmp_path / "flags" / f"val-epoch=1-step=20.{kind}").read_text().splitlines()
+        rows = list(csv.DictReader(text)) if kind == "csv" else [json.loads(line) for line in text]
+        assert [int(row["id"]) for row in rows] == list(watch.flagged["val"].ids)
+        assert [row["reason"] for row in rows] == watch.flagged["val"]["reason"]
+
+    def test_a_trial_run_writes_nothing(self, tmp_path: Path) -> None:
+        watch = monitor(dirpath=tmp_path / "flags")
+        quiet_trainer(watch, folder=tmp_path, fast_dev_run=True).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch.n_refits == 1
+        assert not (tmp_path / "flags").exists()
+
+    def test_the_users_function_gets_the_flags(self, tmp_path: Path) -> None:
+        got: list[tuple[str, int]] = []
+        fitted(tmp_path, on_flag=lambda trainer, stage, table: got.append((stage, len(table))), flag_fraction=0.1)
+        assert got == [("val", 7), ("val", 7)]
+
+        def broken(*_: Any) -> None:
+            raise OSError("disk full")
+
+        with pytest.raises(RuntimeError, match="on_flag failed: OSError: disk full"):
+            fitted(tmp_path, on_flag=broken)
+
+    def test_barebones(self, tmp_path: Path) -> None:
+        watch = monitor()
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, callbacks=[watch])
+        trainer.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch.n_refits == 1
+
+
+class TestHooks:
+    def test_none_are_left(self, tmp_path: Path) -> None:
+        _watch, model, run = fitted(tmp_path, logits="")
+        run.validate(model, loader(blobs(30, 2)), verbose=False)
+        run.predict(model, loader(blobs(30, 2)), return_predictions=False)
+        assert not model.backbone._forward_hooks
+        assert not model._forward_hooks
+
+        class Broken(Net):
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                raise RuntimeError("broken step")
+
+        broken = Broken()
+        with pytest.raises(RuntimeError, match="broken step"):
+            quiet_trainer(monitor(), folder=tmp_path).fit(broken, loader(blobs(150)), loader(blobs(61, 1)))
+        assert not broken.backbone._forward_hooks
+
+    def test_a_compiled_module_is_seen_in_every_batch(self, tmp_path: Path) -> None:
+        torch._dynamo.reset()
+        model = Net()
+        model.backbone.compile(backend="eager")
+        watch = monitor()
+        quiet_trainer(watch, folder=tmp_path).fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+        assert len(watch.scores["val"]) == 61
+
+    def test_both_trainers(self, tmp_path: Path) -> None:
+        class Plain(pytorch_lightning.LightningModule):
+            backbone: nn.Module
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.backbone, self.classifier = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return nn.functional.cross_entropy(self.classifier(self.backbone(batch[0])), batch[1])
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.backbone(batch[0])
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.backbone(x)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.SGD(self.parameters(), 0.1)
+
+        quiet: dict[str, Any] = {
+            "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path,
+        }  # fmt: skip
+        for callbacks in (lambda w: w, lambda w: [w]):
+            watch = monitor()
+            trainer = pytorch_lightning.Trainer(callbacks=callbacks(watch), **quiet)
+            trainer.fit(Plain(), loader(blobs(150)), loader(blobs(61, 1)))
+            assert len(watch.scores["val"]) == 61
+            watch = monitor()
+            L.Trainer(callbacks=callbacks(watch), **quiet).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+            assert len(watch.scores["val"]) == 61
+        with pytest.raises(lightning_fabric.utilities.exceptions.MisconfigurationException):
+            monitor(file_format="xml")
+        data: Any = PoolDataModule(LabelPool(blobs(150), labelled=range(90)), val=blobs(20, 1), batch_size=16)
+        assert isinstance(data, pytorch_lightning.LightningDataModule)
+        either: Any = monitor()
+        pytorch_lightning.Trainer(callbacks=either, **quiet).fit(Plain(), datamodule=data)
+
+    def test_two_monitors(self, tmp_path: Path) -> None:
+        a, b = monitor(), TrustMonitor("classifier", fit={"dim": 2}, prefix="late")
+        run = quiet_trainer(a, b, folder=tmp_path)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert {"trust/val_mean", "late/val_mean"} <= set(run.callback_metrics)
+        with pytest.raises(RuntimeError, match="more than one"):
+            quiet_trainer(monitor(), monitor(), folder=tmp_path)
+
+    def test_copies(self, tmp_path: Path) -> None:
+        watch, _, _ = fitted(tmp_path, on_flag=lambda *_: None, pool=blobs(20, 3))
+        copied = copy.deepcopy(watch)
+        assert copied.n_refits == 2
+        with pytest.raises(MisconfigurationException, match=r"on_flag=.*cannot be sent to spawned processes"):
+            pickle.dumps(watch)
+        plain, _, _ = fitted(tmp_path)
+        again = pickle.loads(pickle.dumps(plain))
+        assert same_tables(again.scores["val"], plain.scores["val"])

@@ -1,0 +1,148 @@
+"""Pools, queries, and both active-learning loops in a real Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning_parts import CLASSES, Net, blobs, fitted, monitor, quiet_trainer
+
+from sepc_torch import LabelPool, PoolDataModule, TrustHead
+from sepc_torch.callbacks import MisconfigurationException
+
+Rng = np.random.Generator
+
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
+]
+
+
+class TestPool:
+    def test_a_query_is_from_the_pool(self, tmp_path: Path) -> None:
+        pool = LabelPool(blobs(200), labelled=range(60))
+        watch, model = monitor(pool=pool), Net()
+        run = quiet_trainer(watch, folder=tmp_path)
+        run.fit(model, datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        assert sorted(watch.scores["pool"].ids) == list(range(60, 200))
+        assert "target" not in watch.scores["pool"].columns, "labels of the pool are not to be seen"
+        ids = watch.query(10)
+        assert ids == watch.query(10)
+        assert len(set(ids)) == 10
+        assert min(ids) >= 60
+        assert run.callback_metrics["trust/pool_n"] == 140
+        with pytest.warns(UserWarning, match="fewer than the 999"):
+            assert sorted(watch.query(999)) == list(range(60, 200))
+        with pytest.raises(ValueError, match="k must be an integer of at least 1"):
+            watch.query(0)
+
+    def test_no_pool(self, tmp_path: Path) -> None:
+        watch, _, _ = fitted(tmp_path)
+        with pytest.raises(MisconfigurationException, match="no scores of a pool"):
+            watch.query(3)
+
+    @pytest.mark.parametrize("left", [0, 1, 3])
+    def test_small_pools(self, tmp_path: Path, left: int) -> None:
+        pool = LabelPool(blobs(90), labelled=range(90 - left))
+        watch = monitor()
+        run = quiet_trainer(watch, folder=tmp_path)
+        run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        assert run.callback_metrics["trust/pool_n"] == left
+        if left > 1:
+            assert len(watch.query(2)) == 2
+        if left == 0:
+            assert watch.query(2) == []
+
+    def test_a_part_of_the_pool(self, tmp_path: Path) -> None:
+        pool = LabelPool(blobs(200), labelled=range(60))
+        seen: list[set[Any]] = []
+        watch = monitor(pool=pool, max_pool=30, on_flag=lambda *_: None)
+        for _ in range(2):
+            quiet_trainer(watch, folder=tmp_path, max_epochs=len(seen) + 1).fit(
+                Net(), datamodule=PoolDataModule(pool, val=blobs(20, 1), batch_size=16)
+            )
+            seen.append(set(watch.scores["pool"].ids))
+        assert all(len(ids) == 30 and min(ids) >= 60 for ids in seen)
+        assert seen[0] != seen[1], "another part at another step"
+
+    def test_outer_loop(self, tmp_path: Path) -> None:
+        """Fresh weights and a fresh Trainer in every round, as benchmarks do."""
+        pool = LabelPool(blobs(200), labelled=range(30))
+        for _ in range(3):
+            watch = monitor(pool=pool, fit={"dim": 2})
+            data = PoolDataModule(pool, val=blobs(20, 1), batch_size=16)
+            quiet_trainer(watch, folder=tmp_path).fit(Net(), datamodule=data)
+            pool.label(watch.query(10))
+        assert pool.rounds == 3
+        assert len(pool.labelled_ids) == 60
+        assert pool.round_of[pool.labelled_ids].bincount().tolist() == [30, 10, 10, 10]
+
+    def test_in_fit_loop(self, tmp_path: Path) -> None:
+        """One run in which the training set grows."""
+        pool = LabelPool(blobs(200), labelled=range(30))
+        sizes = []
+
+        class Ask(L.Callback):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                sizes.append(len(trainer.train_dataloader.dataset))
+                if trainer.current_epoch % 2 == 1:
+                    pool.label(watch.query(20))
+
+        watch = monitor(pool=pool, fit={"dim": 2})
+        run = quiet_trainer(watch, Ask(), folder=tmp_path, max_epochs=6, reload_dataloaders_every_n_epochs=1)
+        run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        assert sizes == [30, 30, 50, 50, 70, 70]
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        again = LabelPool(blobs(200), labelled=range(30))
+        data = PoolDataModule(again, test=blobs(30, 4), batch_size=16)
+        quiet_trainer(monitor(), folder=tmp_path).test(Net(), data, ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        assert torch.equal(again.round_of, pool.round_of), "the record is in the checkpoint"
+
+    def test_an_older_checkpoint_forgets_no_label(self, tmp_path: Path) -> None:
+        pool = LabelPool(blobs(200), labelled=range(60))
+        data = PoolDataModule(pool, val=blobs(61, 1), test=blobs(30, 4), batch_size=16)
+        watch, model = monitor(), Net()
+        run = quiet_trainer(watch, folder=tmp_path)
+        run.fit(model, data)
+        run.save_checkpoint(tmp_path / "old.ckpt")
+        pool.label([100, 101], y=[2, 2])
+        run.test(model, data, ckpt_path=tmp_path / "old.ckpt", verbose=False)
+        assert len(pool.labelled_ids) == 62
+        assert pool.labels_of([100, 101]).tolist() == [2, 2]
+
+    def test_confirmed_mistakes_refit_before_the_schedule(self, tmp_path: Path) -> None:
+        """Three answers that contradict the head in one cell, two tolerated: a small disjunct."""
+        pool = LabelPool(blobs(200), labelled=range(90))
+
+        class Contradict(L.Callback):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.current_epoch != 2:
+                    return
+                rows = watch._pool_scores.rows
+                assert rows is not None
+                head = watch.head
+                assert isinstance(head, TrustHead)
+                inside = head.sepc.bank(head.projection(rows["emb"])) <= 1
+                _patterns, cell, size = inside.unique(dim=0, return_inverse=True, return_counts=True)
+                here = (cell == size.argmax()).nonzero().squeeze(1)
+                label = rows["label"][here].mode().values
+                here = here[rows["label"][here] == label][:5]
+                pool.label(rows["id"][here], y=[(int(label) + 1) % CLASSES] * len(here))
+
+        watch = monitor(refit_every_n_epochs=3, pool=pool, fit={"dim": 2, "max_impure": 2})
+        run = quiet_trainer(watch, Contradict(), folder=tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=1)
+        with pytest.warns(UserWarning, match=r"cells hold more confirmed mistakes.*5 samples labelled"):
+            run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        assert watch.n_refits == 3, "epoch 2 by schedule, epoch 3 by the mistakes, epoch 4 as the last"
+
+    def test_refuses_what_is_not_a_pool(self) -> None:
+        with pytest.raises(MisconfigurationException, match="pool must be a LabelPool"):
+            inspect.unwrap(PoolDataModule.__init__)(object.__new__(PoolDataModule), blobs(3))
+        with pytest.raises(MisconfigurationException, match="shuffle is not yours to choose"):
+            PoolDataModule(LabelPool(blobs(3)), shuffle=True)

@@ -1,0 +1,96 @@
+"""The monitor in several processes, and after a kill: real runs in subprocesses, with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning_parts import Net, blobs, loader, quiet_trainer
+from lightning_processes import FIT, judge_all
+
+from sepc_torch import TrustMonitor
+
+HERE = Path(__file__).parent
+# Several times what it takes on a busy machine; a deadlock would otherwise last for ever.
+LIMIT = 240
+
+
+def run_script(name: str, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "lightning_processes.py"), name, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def by_id(table: dict[str, list[Any]]) -> dict[int, dict[str, Any]]:
+    return {row[0]: dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)}
+
+
+@pytest.mark.slow
+def test_two_processes_agree_with_one(tmp_path: Path) -> None:
+    """61, 30 and 23 samples on two processes: padding is dropped, and every sample has the same values."""
+    L.seed_everything(2, verbose=False)
+    watch, model = TrustMonitor("backbone", fit=FIT), Net()
+    trainer = quiet_trainer(watch, folder=tmp_path)
+    trainer.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = TrustMonitor("backbone", fit=FIT)
+    alone = judge_all(quiet_trainer(again, folder=tmp_path), again, tmp_path / "one.ckpt")
+    run_script("ddp", tmp_path)
+    first, second = (read(tmp_path / f"rank{rank}.json") for rank in (0, 1))
+    assert first == second, "every process sees the same"
+    for stage, table in alone.items():
+        other = by_id(first["stages"][stage])
+        for name, row in by_id(table).items():
+            assert other[name] == pytest.approx(row, rel=1e-4), "batches of another size round differently, no more"
+        assert other.keys() == by_id(table).keys()
+    assert sorted(alone["val"]["id"]) == list(range(61))
+    for left in (40, 3, 1, 0):
+        found = first[f"pool {left}"]
+        assert found["pool"] == list(range(93 - left, 93))
+        assert len(found["ids"]) == min(2, left)
+        assert found["rows"] == found["n"] == 31, "counts are exact"
+    assert "OSError: disk full" in first["on_flag"]
+    assert "OSError: disk full" in first["refit"]
+    assert {path.name.partition("-")[0] for path in (tmp_path / "flags").glob("*.csv")} == {"val", "test", "predict"}
+
+
+@pytest.mark.slow
+def test_spawned_processes_hand_back_files(tmp_path: Path) -> None:
+    run_script("spawn", tmp_path)
+    found = read(tmp_path / "spawn.json")
+    assert found["forgotten"], "attributes do not come back from spawned processes; if they do now, say so in the docs"
+    assert found["rows"] == 30
+    assert found["metrics"]["trust/val_n"] == 31
+    assert {"monitor.pt", "val-epoch=0-step=3.csv", "test-epoch=0-step=3.csv"} == set(found["files"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_loses_nothing_and_labels_nothing_twice(tmp_path: Path) -> None:
+    run_script("kill", tmp_path)
+    found = read(tmp_path / "kill.json")
+    # Rounds that must be those of the straight run: all of the outer loop, whose rounds start from a seed; in the
+    # in-fit loop those in the last checkpoint, after which Lightning shuffles with other random numbers.
+    kept = {"outer": [4, 4, 4], "in-fit": [1, 2]}
+    for name, rounds in kept.items():
+        straight = found[f"{name} 0"]
+        assert straight["ends"] == [0]
+        for number, same in enumerate([4, *rounds]):
+            again = found[f"{name} {number}"]
+            assert again["ends"] == ([-9, 0] if number else [0])
+            assert again["rounds"] == 4
+            assert [again["round_of"].count(r) for r in range(5)] == [24, 6, 6, 6, 6], "none lost, none twice"
+            for r in range(same + 1):
+                ids = [[i for i, round_of in enumerate(run["round_of"]) if round_of == r] for run in (again, straight)]
+                assert ids[0] == ids[1], f"{name} {number}, round {r}"

@@ -1,0 +1,269 @@
+"""When the head is fitted, to which weights, and how it travels in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_parts import FEATURES, FIT, Net, blobs, fitted, loader, monitor, quiet_trainer, same_tables
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sepc_torch import TrustHead, TrustMonitor
+from sepc_torch.callbacks.refitting import lowest_per_class, scrambled
+from sepc_torch.callbacks.snapshots import head_bytes, head_from_bytes, head_kind
+
+Rng = np.random.Generator
+
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
+]
+
+
+class TestRefit:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}],
+        ids=["every epoch", "every other", "mid-epoch", "no validation"],
+    )
+    def test_a_checkpoint_holds_the_head_of_its_weights(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}")
+        watch = monitor()
+        run = quiet_trainer(watch, saver, folder=tmp_path, enable_checkpointing=True, **options)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        steps = {}
+        for path in tmp_path.glob("*.ckpt"):
+            found = torch.load(path, weights_only=True)
+            (state,) = (s for key, s in found["callbacks"].items() if key.startswith("TrustMonitor"))
+            steps[found["global_step"]] = state["fit_step"]
+        ends = [10, 20] if options.get("check_val_every_n_epoch") is None else [20]
+        assert {step: steps[step] for step in ends} == {step: step for step in ends}
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_averaged_weights_are_the_ones_fitted(self, tmp_path: Path, first: bool) -> None:
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        class Seen(TrustMonitor):
+            def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+                if not trainer.sanity_checking:
+                    assert not self._keeper.is_stale(pl_module), "the head belongs to the weights that are validated"
+                super().on_validation_batch_end(trainer, pl_module, *rest)
+
+        watch, average = Seen("backbone", fit=FIT), EMAWeightAveraging(decay=0.9)
+        callbacks = [watch, average] if first else [average, watch]
+        quiet_trainer(*callbacks, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch.n_refits >= 2
+
+    def test_training_is_not_disturbed(self, tmp_path: Path) -> None:
+        """Dropout, shuffling and batch statistics: bit for bit the weights of a run without the monitor."""
+        weights = []
+        for callbacks in ([], [monitor(pool=blobs(20, 7))]):
+            L.seed_everything(5, verbose=False)
+            model = Net(dropout=0.4)
+            quiet_trainer(*callbacks, folder=tmp_path).fit(
+                model, loader(blobs(150), shuffle=True), loader(blobs(61, 1))
+            )
+            weights.append(copy.deepcopy(model.state_dict()))
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    def test_module_modes_are_left_alone(self, tmp_path: Path) -> None:
+        """A batch norm that the user froze stays frozen after our passes."""
+
+        class Frozen(Net):
+            def on_train_epoch_start(self) -> None:
+                self.backbone[1].eval()
+
+            def on_train_epoch_end(self) -> None:
+                assert not self.backbone[1].training
+                assert self.backbone[0].training
+
+        watch = monitor()
+        quiet_trainer(watch, folder=tmp_path, limit_val_batches=0).fit(
+            Frozen(), loader(blobs(150)), loader(blobs(20, 1))
+        )
+        assert watch.n_refits == 2
+
+    def test_schedule_and_last_epoch(self, tmp_path: Path) -> None:
+        watch, _, run = fitted(tmp_path, trainer={"max_epochs": 5}, refit_every_n_epochs=2)
+        assert watch.n_refits == 3, "epochs 1 and 3, and the last"
+        assert watch.fit_epoch == 4
+        assert watch.fit_step == run.global_step
+        never = monitor(refit_every_n_epochs=0, head=watch.head)
+        quiet_trainer(never, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert never.n_refits == 0
+        assert never.head is watch.head
+
+    def test_a_monitor_may_be_used_again(self, tmp_path: Path) -> None:
+        """Fresh weights reach the same steps again, and want heads of their own."""
+        watch = monitor()
+        for _ in range(2):
+            model = Net()
+            run = quiet_trainer(watch, folder=tmp_path)
+            run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+            assert not watch._keeper.is_stale(model)
+        assert watch.n_refits == 4
+
+    def test_an_early_stop_leaves_a_fresh_head(self, tmp_path: Path) -> None:
+        class Stop(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                trainer.should_stop = trainer.global_step >= 13
+
+        watch = monitor(refit_every_n_epochs=7)
+        run = quiet_trainer(watch, Stop(), folder=tmp_path, max_epochs=20, limit_val_batches=0)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        assert run.current_epoch < 20
+        assert watch.fit_step == run.global_step
+
+    def test_training_batches_are_not_stolen(self, tmp_path: Path) -> None:
+        """With persistent workers, reading the training loader again would take batches from the epoch."""
+
+        class Count(L.Callback):
+            batches = 0
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                self.batches += 1
+
+        counter, watch = Count(), monitor()
+        train = loader(blobs(96), shuffle=True, num_workers=1, persistent_workers=True)
+        run = quiet_trainer(watch, counter, folder=tmp_path, val_check_interval=0.5)
+        run.fit(Net(), train, loader(blobs(20, 1)))
+        assert counter.batches == 2 * 6
+        assert watch.n_refits == 2
+
+    def test_a_failed_refit_keeps_the_old_head(self, tmp_path: Path) -> None:
+        calls = []
+
+        def fit(z: Tensor, y: Tensor) -> TrustHead:
+            calls.append(len(z))
+            if len(calls) == 2:
+                raise RuntimeError("no luck")
+            return TrustHead.fit(z, y, progress=False, **FIT)
+
+        watch = monitor(fit=fit)
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=3)
+        with pytest.warns(UserWarning, match=r"the refit failed: RuntimeError: no luck.*the head of before stays"):
+            run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert calls == [150, 150, 150]
+        assert watch.n_refits == 2
+        assert run.callback_metrics["trust/refit_failures"] == 1
+        calls.clear()
+        with pytest.raises(RuntimeError, match="no luck"):
+            quiet_trainer(monitor(fit=fit, refit_errors="raise"), folder=tmp_path).fit(
+                Net(), loader(blobs(150)), loader(blobs(61, 1))
+            )
+
+    def test_fits_to_so_many_of_each_class(self, tmp_path: Path) -> None:
+        sizes = []
+
+        def fit(z: Tensor, y: Tensor) -> TrustHead:
+            sizes.append(y.bincount().tolist())
+            return TrustHead.fit(z, y, progress=False, **FIT)
+
+        fitted(tmp_path, fit=fit, max_fit_per_class=30)
+        assert sizes == [[30, 30, 30]] * 2
+
+    def test_the_sample_does_not_depend_on_how_it_is_shared(self, rng: Rng) -> None:
+        ids, labels = torch.from_numpy(rng.permutation(500)), torch.from_numpy(rng.integers(0, 4, 500))
+        whole = set(ids[lowest_per_class(ids, labels, 20)].tolist())
+        halves = [ids[::2], ids[1::2]], [labels[::2], labels[1::2]]
+        kept = [(i[k], y[k]) for i, y in zip(*halves, strict=True) for k in [lowest_per_class(i, y, 20)]]
+        i, y = torch.cat([a for a, _ in kept]), torch.cat([b for _, b in kept])
+        assert set(i[lowest_per_class(i, y, 20)].tolist()) == whole
+        assert len(scrambled(torch.arange(10_000)).unique()) == 10_000
+        assert abs(np.corrcoef(np.arange(10_000), scrambled(torch.arange(10_000)).argsort().numpy())[0, 1]) < 0.05
+
+    def test_augmented_data_are_noticed(self, tmp_path: Path) -> None:
+        class Noisy(Dataset[Any]):
+            def __len__(self) -> int:
+                return 150
+
+            def __getitem__(self, i: int) -> Any:
+                x, y = blobs(150)[i]
+                return x + 0.1 * torch.randn(FEATURES), y
+
+        run = quiet_trainer(monitor(), folder=tmp_path, limit_val_batches=0)
+        with pytest.warns(UserWarning, match=r"they seem augmented.*fit_data"):
+            run.fit(Net(), loader(Noisy()), loader(blobs(20, 1)))
+
+
+class TestCheckpoints:
+    def test_two_and_two_epochs_are_four(self, tmp_path: Path) -> None:
+        def run(epochs: int, ckpt: Path | None) -> tuple[Net, TrustMonitor, L.Trainer]:
+            L.seed_everything(3, verbose=False)
+            watch, model = monitor(pool=blobs(40, 9)), Net()
+            trainer = quiet_trainer(watch, folder=tmp_path, max_epochs=epochs)
+            trainer.fit(model, loader(blobs(150)), loader(blobs(61, 1)), ckpt_path=ckpt)
+            return model, watch, trainer
+
+        _, _, half = run(2, None)
+        half.save_checkpoint(tmp_path / "half.ckpt")
+        resumed, straight = run(4, tmp_path / "half.ckpt"), run(4, None)
+        assert all(torch.equal(a, b) for a, b in zip(resumed[0].parameters(), straight[0].parameters(), strict=True))
+        for stage in ("val", "pool"):
+            assert same_tables(resumed[1].scores[stage], straight[1].scores[stage])
+        assert resumed[1].query(5) == straight[1].query(5)
+        assert resumed[1].n_refits == straight[1].n_refits == 4
+
+    def test_the_head_comes_with_the_checkpoint(self, tmp_path: Path) -> None:
+        watch, model, run = fitted(tmp_path)
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        run.test(model, loader(blobs(30, 2)), verbose=False)
+        fresh = monitor()
+        other = quiet_trainer(fresh, folder=tmp_path)
+        other.test(Net(), loader(blobs(30, 2)), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        assert same_tables(fresh.scores["test"], watch.scores["test"])
+        assert (fresh.fit_epoch, fresh.fit_step, fresh.n_refits) == (watch.fit_epoch, watch.fit_step, watch.n_refits)
+
+    def test_results_of_earlier_calls_stay(self, tmp_path: Path) -> None:
+        watch, model, run = fitted(tmp_path)
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        before = watch.scores["val"]
+        run.test(model, loader(blobs(30, 2)), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+        assert watch.scores["val"] is before
+
+    def test_a_resumed_finished_run_can_be_queried(self, tmp_path: Path) -> None:
+        watch, _, run = fitted(tmp_path, pool=blobs(40, 9))
+        run.save_checkpoint(tmp_path / "done.ckpt")
+        again = monitor(pool=blobs(40, 9))
+        quiet_trainer(again, folder=tmp_path).fit(
+            Net(), loader(blobs(150)), loader(blobs(61, 1)), ckpt_path=tmp_path / "done.ckpt"
+        )
+        assert again.n_refits == watch.n_refits, "nothing is left to train"
+        assert same_tables(again.scores["pool"], watch.scores["pool"])
+
+    def test_other_weights_are_noticed(self, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+        _watch, model, run = fitted(tmp_path)
+        run.test(model, loader(blobs(30, 2)), verbose=False)
+        assert not [w for w in recwarn if "stale" in str(w.message)]
+        with torch.no_grad():
+            model.classifier.bias.add_(1e-3)
+        with pytest.warns(UserWarning, match="may be stale"):
+            run.test(model, loader(blobs(30, 2)), verbose=False)
+
+    def test_heads_are_bytes(self, rng: Rng) -> None:
+        x, y = blobs(90).tensors
+        head = TrustHead.fit(x, y, progress=False)
+        for each in (head, head.sepc):
+            data = head_bytes(each)
+            assert data.dtype == torch.uint8
+            again = head_from_bytes(data, head_kind(each))
+            assert type(again) is type(each)
+            assert all(torch.equal(a, b) for a, b in zip(again.buffers(), each.buffers(), strict=True))
+
+    def test_the_head_can_be_loaded_into_after_validation(self, tmp_path: Path) -> None:
+        """Validation runs in inference mode; the head's buffers must not be inference tensors."""
+        watch, _, _ = fitted(tmp_path)
+        assert watch.head is not None
+        assert not any(buffer.is_inference() for buffer in watch.head.buffers())
+        watch.head.load_state_dict(watch.head.state_dict())
+        z = torch.randn(4, 16, requires_grad=True)
+        watch.head(z).distance.sum().backward()
+        assert z.grad is not None
