@@ -252,7 +252,8 @@ def draw(results: dict[str, dict[str, Any]]) -> Any:
                 zorder=above,
                 label=label,
             )
-        axis.axhline(TARGET * result["full_accuracy"], color="0.85", lw=0.8, zorder=0)
+        label = f"{TARGET:.0%} of the accuracy with all labels"
+        axis.axhline(TARGET * result["full_accuracy"], color="0.6", lw=0.8, ls=":", zorder=0, label=label)
         axis.set_title(f"{name}, {result['track']}", fontsize=9)
         axis.set_xlabel("labels", fontsize=8)
         axis.tick_params(labelsize=7)
@@ -269,6 +270,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="runs of each method on each set")
     parser.add_argument("--jobs", type=int, default=1, help="processes, over which the seeds are shared")
+    # The design of `query` was chosen on the seeds 0 to 5 and 100 to 105 of these tables; these are fresh.
+    parser.set_defaults(seed=1000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.perf_counter()

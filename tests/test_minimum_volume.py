@@ -10,8 +10,10 @@ import pytest
 from sepc_torch import MinimumVolumeEllipsoid, minimum_volume_ellipsoid
 from sepc_torch.affine_hull import affine_hull
 from sepc_torch.shapes import Array
-from sepc_torch.solvers.design import Design, Variances, enclosure, inverse_root
+from sepc_torch.solvers.design import Design, LogDeterminant, Variances, enclosure, inverse_root
+from sepc_torch.solvers.interior import interior_point
 from sepc_torch.solvers.minimum_volume import lifted
+from sepc_torch.solvers.newton import Solve
 
 Rng = np.random.Generator
 
@@ -273,6 +275,28 @@ def test_refuses_bad_points(points: Array, message: str) -> None:
 def test_refuses_bad_parameters(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):
         minimum_volume_ellipsoid(np.eye(3), **{argument: value})  # type: ignore[arg-type]
+
+
+def test_a_factorisation_that_fails_ends_the_path(rng: Rng) -> None:
+    """At its end weights and slacks span float64's range; what was reached before is the answer."""
+
+    class Failing(LogDeterminant):
+        left = 6
+
+        def newton(self, d: Array, accuracy: float) -> Solve:
+            self.left -= 1
+            if not self.left:
+                raise np.linalg.LinAlgError("not positive definite")
+            return super().newton(d, accuracy)
+
+    x = np.ascontiguousarray(lifted(affine_hull(gaussian(rng, 100, 3))).T)
+    start = np.full(100, 0.01)
+    objective = LogDeterminant(x)
+    objective.move(start)
+    before = objective.gap(start)
+    reached = interior_point(Failing(x), start, 1e-9, 0.1)
+    objective.move(reached)
+    assert objective.gap(reached) < 0.1 * before
 
 
 def test_says_so_when_arithmetic_does_not_reach_the_gap(rng: Rng) -> None:

@@ -73,7 +73,10 @@ def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float,
         mu = float(u @ s) / len(u)
         d = s / u
         accuracy = 1e-3 if gap > 1e-6 else min(1e-3, max(1e-8, 0.1 * mu * len(u) / target))
-        solve = objective.newton(d, accuracy)
+        try:
+            solve = objective.newton(d, accuracy)
+        except np.linalg.LinAlgError:
+            break  # at the end of the path weights and slacks span all of float64's range
         du = solve(g - target, None)
         ds = -s - d * du
         predicted = float((u + _step(u, du, 1.0) * du) @ (s + _step(s, ds, 1.0) * ds)) / len(u)
