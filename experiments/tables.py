@@ -116,7 +116,50 @@ def layers() -> str:
     ]
     header = ["points x dims", "batch", "native", "cvxpylayers", "ratio", "gradients differ by"]
     text = "Forward and backward of a batch of ellipsoids, CPU time of one thread"
-    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
+    gpu = load("bench_layers_gpu")
+    sizes = ", ".join(
+        f"{r['points']} x {r['dims']} in {(r['forward_s'] + r['backward_s']) * 1e3:.0f} ms" for r in gpu["rows"]
+    )
+    on_gpu = f"Batches of {gpu['rows'][0]['batch']} on an {gpu['device']} (`{gpu['command']}`): {sizes}."
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}\n\n{on_gpu}"
+
+
+def gpu() -> str:
+    results = load("bench_gpu")
+    shown = [r for r in results["rows"] if r["rows"] > 1000 and r["ellipsoids"] in (10, 100, 128)]
+    rows = [
+        [
+            f"{r['rows']:,} x {r['ellipsoids']} x {r['dims']}".replace(",", " "),
+            f"{r['kernel_ms']:.2f} ms",
+            f"{r['rows_per_second'] / 1e6:.0f} million",
+            f"{r['tflops']:.0f}",
+            f"{r['ratio']:.1f} x",
+            f"{r['kernel_ms'] / r['floor_ms']:.1f} x",
+            f"{r['error']:.0e}",
+        ]
+        for r in shown
+    ]
+    header = ["rows x ellipsoids x dims", "fused kernel", "rows/s", "TFLOP/s", "plain torch", "chip's floor", "error"]
+    head, others, ceiling = results["rows"][0], results["others"], results["ceilings"]
+    slowest = min(results["rows"], key=lambda r: r["ratio"])
+    compared = ", ".join(
+        f"{name} {others[key] / head['kernel_ms']:.1f} times as long"
+        for name, key in (
+            ("torch.compile takes", "compile_ms"),
+            ("torch.compile in TF32", "compile_tf32_ms"),
+            ("a loop over the ellipsoids", "loop_ms"),
+        )
+    )
+    text = (
+        f"Distances on an {results['device']}, float32 accuracy; how many times longer plain torch takes, how far the "
+        f"chip's ceiling is, {ceiling['float16_tflops']:.0f} TFLOP/s in float16 in the same run"
+    )
+    reading = (
+        f"At {head['rows']:,} x {head['ellipsoids']} x {head['dims']} ".replace(",", " ") + f"{compared}. Over all "
+        f"{len(results['rows'])} shapes, from 1 row and 1 ellipsoid on, the least gain on plain torch is "
+        f"{slowest['ratio']:.2f} x."
+    )
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}\n\n{reading}"
 
 
 def refits() -> str:
@@ -177,6 +220,7 @@ SECTIONS = {
     "solvers": solvers,
     "partitions": partitions,
     "inference": inference,
+    "gpu": gpu,
     "nearest": nearest,
     "layers": layers,
     "refits": refits,
