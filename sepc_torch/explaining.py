@@ -118,7 +118,8 @@ def _contributions(
     Relative to the sum of their magnitudes: features that vary together push out and pull back much more than is
     left of it.
     """
-    offset = z.to(torch.float64) - (bank.origin.double() + bank.offsets[nearest].double())
+    relative = bank.relative(z.unsqueeze(0))[0]
+    offset = (relative - bank.offsets[nearest].to(relative.dtype)).double()  # rounded as the distance itself is
     whitener = bank.whiteners[nearest].double()
     parts = offset * (whitener.T @ (whitener @ offset))
     shares = (parts / parts.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)).tolist()

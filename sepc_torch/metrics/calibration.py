@@ -1,0 +1,90 @@
+"""Whether a confidence that claims to be a probability is one."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sepc_torch.inputs import count
+from sepc_torch.metrics.selective import check_scores
+from sepc_torch.shapes import Bool, Float, Int
+
+Binning = Literal["width", "mass"]
+# Standard normal quantile of a 95 % interval.
+_NORMAL = 1.959963984540054
+
+
+class Reliability(NamedTuple):
+    """For every distinct confidence (V,): how many predictions have it, their share right, and its 95 % interval."""
+
+    confidence: Float[Tensor, "V"]
+    size: Int[Tensor, "V"]
+    right: Float[Tensor, "V"]
+    low: Float[Tensor, "V"]
+    high: Float[Tensor, "V"]
+
+
+def ece(
+    probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"], bins: int = 15, binning: Binning = "width"
+) -> Float[Tensor, ""]:
+    r"""Expected calibration error, :math:`\sum_b \frac{n_b}{n} |\mathrm{right}_b - \mathrm{confidence}_b|`.
+
+    Args:
+        probability: The confidence, from 0 to 1.
+        correct: Which predictions are right.
+        bins: How many bins.
+        binning: ``"width"``: bins :math:`(\frac{b - 1}{B}, \frac bB]` of equal width. ``"mass"``: bins of equally many
+            predictions in the order of confidence, where equal ones stay together in the bin of the first.
+
+    >>> ece(torch.tensor([0.9, 0.9, 0.6, 0.6]), torch.tensor([True, True, True, False]))
+    tensor(0.1000, dtype=torch.float64)
+    """
+    _check_probability(probability, correct)
+    bins = count(bins, "bins", least=1)
+    p = probability.double()
+    if binning == "width":
+        # Edges as numbers, not products: a confidence of exactly 0.2 belongs to the bin that ends there.
+        edges = torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=p.device)[1:-1]
+        bin_of = torch.bucketize(p, edges)
+    else:
+        _, block, size = p.unique(return_inverse=True, return_counts=True)
+        first = size.cumsum(0) - size
+        bin_of = (first * bins // len(p))[block]
+    total = torch.bincount(bin_of, weights=correct.double() - p, minlength=bins)
+    return total.abs().sum() / len(p)
+
+
+def brier(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
+    r"""Brier score of the event that the prediction is right, :math:`\frac1n \sum_i (p_i - [\mathrm{right}_i])^2`.
+
+    >>> brier(torch.tensor([1.0, 0.5]), torch.tensor([True, False]))
+    tensor(0.1250, dtype=torch.float64)
+    """
+    _check_probability(probability, correct)
+    return (probability.double() - correct.double()).square().mean()
+
+
+def reliability(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Reliability:
+    """Share right by distinct confidence, with Wilson's interval: the reliability diagram of a score of few values.
+
+    >>> found = reliability(torch.tensor([0.9, 0.5, 0.5]), torch.tensor([True, True, False]))
+    >>> found.confidence.tolist(), found.size.tolist(), found.right.tolist()
+    ([0.5, 0.899...], [2, 1], [0.5, 1.0])
+    """
+    _check_probability(probability, correct)
+    values, block, size = probability.double().unique(return_inverse=True, return_counts=True)
+    right = torch.bincount(block, weights=correct.double()) / size
+    z = _NORMAL**2 / size
+    middle, half = (right + z / 2) / (1 + z), (z * (right * (1 - right) + z / 4)).sqrt() / (1 + z)
+    return Reliability(values, size, right, (middle - half).clamp_min(0.0), (middle + half).clamp_max(1.0))
+
+
+def _check_probability(probability: Tensor, correct: Tensor) -> None:
+    check_scores(probability, correct)
+    if bool(((probability < 0) | (probability > 1)).any()):
+        raise ValueError(
+            f"A probability lies between 0 and 1, got values from {float(probability.min())} to "
+            f"{float(probability.max())}. Scores without that claim, such as margins, are ranked, not calibrated."
+        )
