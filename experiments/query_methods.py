@@ -56,7 +56,7 @@ def core_set(s: Situation) -> Array:
     """Sener and Savarese 2018, greedy: farthest from all that are labelled or taken."""
     everyone = torch.ones(len(s.emb))
     emb, labelled = torch.from_numpy(s.emb), torch.from_numpy(s.labelled_emb)
-    return select(everyone, s.k, emb, labelled, "kcenter", beta=float(len(s.emb))).numpy()
+    return select(everyone, s.k, emb, "kcenter", labelled_emb=labelled, beta=float(len(s.emb))).numpy()
 
 
 def badge(s: Situation) -> Array:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sepc_torch.ellipsoid import Ellipsoid
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
 from sepc_torch.inputs import count, feature_scale, label_array, numeric_points, training_set
 from sepc_torch.partition_record import Partition
 from sepc_torch.partitioning import partition as make_partition
@@ -40,13 +40,20 @@ class SmallDisjunct(NamedTuple):
     """A region in which more mistakes are known than the partition tolerates.
 
     ``ellipsoids`` are the indices of those that hold the region, ``predicted`` and ``true`` the label given and the
-    labels that were right (most frequent first), ``rows`` the mistaken points in the labelled set.
+    labels that were right (most frequent first), ``rows`` the mistaken points in the labelled set. Outside every
+    ellipsoid a region is what lies ``nearest`` to the same one; inside that is None.
     """
 
     ellipsoids: tuple[int, ...]
     predicted: Any
     true: tuple[Any, ...]
     rows: Int[Array, "n"]
+    nearest: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the region is, for people."""
+        return str(self.ellipsoids) if self.nearest is None else f"near {self.nearest}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,7 +111,7 @@ class Landscape:
             if rows:
                 parts.append(text_table(["class", "meets", "points in both", "ratio", "ratio of the other"], rows))
         if self.disjuncts:
-            found = [[str(d.ellipsoids), d.predicted, d.true[0], len(d.rows)] for d in self.disjuncts]
+            found = [[d.place, d.predicted, d.true[0], len(d.rows)] for d in self.disjuncts]
             parts.append(text_table(["small disjunct in", "predicted", "mostly", "mistakes"], found))
         return "\n\n".join(parts)
 
@@ -198,27 +205,29 @@ def small_disjuncts(
         raise ValueError(f"X has {points.shape[1]} features, the partition {partition.dim}.")
     limit = int(partition.made["max_impure"]) if max_impure is None else count(max_impure, "max_impure")
     truth = _as_objects(y, "y", len(points))
-    member = np.stack([e.contains(points) for e in partition.ellipsoids], axis=1)
-    patterns, region = np.unique(member, axis=0, return_inverse=True)
-    region = region.ravel()
-    given = (
-        _majority(partition, patterns)[region]
-        if predicted is None
-        else _as_objects(predicted, "predicted", len(points))
-    )
-    return mistaken_regions(member, given, truth, limit)
+    distance = partition.distances(points)
+    if predicted is None:
+        patterns, region = np.unique(distance <= 1.0 + SURFACE_TOLERANCE, axis=0, return_inverse=True)
+        given = _majority(partition, patterns)[region.ravel()]
+    else:
+        given = _as_objects(predicted, "predicted", len(points))
+    return mistaken_regions(distance, given, truth, limit)
 
 
-def mistaken_regions(member: Bool[Array, "N K"], given: Array, truth: Array, limit: int) -> tuple[SmallDisjunct, ...]:
+def mistaken_regions(
+    distance: Float[Array, "N K"], given: Array, truth: Array, limit: int
+) -> tuple[SmallDisjunct, ...]:
     """The regions with more than ``limit`` mistakes, the worst first.
 
     Args:
-        member: Which ellipsoids hold each point.
+        distance: Mahalanobis distance of each point to each ellipsoid.
         given: The labels that the points were given (N,), None where there was none.
         truth: Their true labels (N,).
         limit: Mistakes to tolerate.
     """
-    patterns, region = np.unique(member, axis=0, return_inverse=True)
+    member = distance <= 1.0 + SURFACE_TOLERANCE
+    nearest = np.where(member.any(axis=1), -1, distance.argmin(axis=1))
+    patterns, region = np.unique(np.column_stack([member, nearest]), axis=0, return_inverse=True)
     region = region.ravel()
     wrong = np.array([g is not None and g != t for g, t in zip(given, truth, strict=True)], dtype=bool)
     found = []
@@ -228,9 +237,10 @@ def mistaken_regions(member: Bool[Array, "N K"], given: Array, truth: Array, lim
             rows = np.flatnonzero(here & (given == label))
             if len(rows) > limit:
                 times = Counter(truth[rows]).most_common()
-                inside = tuple(int(k) for k in np.flatnonzero(patterns[r]))
-                found.append(SmallDisjunct(inside, label, tuple(true for true, _ in times), rows))
-    return tuple(sorted(found, key=lambda d: (-len(d.rows), d.ellipsoids)))
+                inside = tuple(int(k) for k in np.flatnonzero(patterns[r, :-1]))
+                near = int(patterns[r, -1]) if patterns[r, -1] >= 0 else None
+                found.append(SmallDisjunct(inside, label, tuple(true for true, _ in times), rows, near))
+    return tuple(sorted(found, key=lambda d: (-len(d.rows), d.ellipsoids, -1 if d.nearest is None else d.nearest)))
 
 
 def _as_objects(labels: Any, name: str, rows: int) -> Array:

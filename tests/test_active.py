@@ -146,12 +146,12 @@ class TestSelect:
     @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
     def test_different_samples_and_always_the_same(self, rng: Rng, method: Any) -> None:
         score, emb, taken = torch.from_numpy(rng.random(200)), draw(rng, 200), draw(rng, 10)
-        chosen = select(score, 20, emb, taken, method)
+        chosen = select(score, 20, emb, method, labelled_emb=taken)
         assert len(chosen.unique()) == 20
-        assert torch.equal(chosen, select(score, 20, emb, taken, method))
-        assert sorted(select(score, 500, emb, taken, method).tolist()) == list(range(200))
+        assert torch.equal(chosen, select(score, 20, emb, method, labelled_emb=taken))
+        assert sorted(select(score, 500, emb, method, labelled_emb=taken).tolist()) == list(range(200))
         copies = emb[:1].repeat(200, 1)
-        assert len(select(score, 20, copies, taken, method).unique()) == 20
+        assert len(select(score, 20, copies, method, labelled_emb=taken).unique()) == 20
 
     @pytest.mark.parametrize("method", ["kcenter", "kmeans"])
     def test_candidates_are_the_highest_scores(self, rng: Rng, method: Any) -> None:
@@ -163,7 +163,7 @@ class TestSelect:
     def test_kcenter_is_farthest_first(self, rng: Rng) -> None:
         """Against the definition, and its guarantee: a radius of at most twice the best (Gonzalez)."""
         emb, taken = draw(rng, 60, 2), draw(rng, 3, 2)
-        chosen = select(torch.ones(60), 6, emb, taken, "kcenter", beta=10.0).tolist()
+        chosen = select(torch.ones(60), 6, emb, "kcenter", labelled_emb=taken, beta=10.0).tolist()
         for step, best in enumerate(chosen):
             others = torch.cat([taken, emb[chosen[:step]]])
             distance = torch.cdist(emb, others).amin(dim=1)

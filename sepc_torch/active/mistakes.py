@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.flagging import Head, class_values, coordinates
 from sepc_torch.head import TrustHead
 from sepc_torch.overlap import SmallDisjunct, mistaken_regions
@@ -36,11 +35,11 @@ def confirmed_disjuncts(
     """
     sepc = head.sepc if isinstance(head, TrustHead) else head
     points = coordinates(head, emb)
-    member = (sepc.bank(points) <= 1.0 + SURFACE_TOLERANCE).cpu().numpy()
+    distance = sepc.bank(points).double().cpu().numpy()
     if given is None:
         given = class_values(head)[sepc(points).label.cpu()]
     limit = int(sepc.made.get("max_impure", _MAX_IMPURE))
-    return mistaken_regions(member, _objects(given), _objects(truth), limit)
+    return mistaken_regions(distance, _objects(given), _objects(truth), limit)
 
 
 def _objects(labels: Int[Tensor, "N"]) -> Array:

@@ -206,14 +206,14 @@ class LabelPool:
             raise TypeError(f"Sample {name} has no second entry to be its label; give labels to label(ids, y).")
         return int(item[1])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers only."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors only."""
         return {
             "round": self._round.clone(),
             "answered": self._answered.clone(),
             "answers": self._answers.clone(),
             "ignored": self._ignored.clone(),
-            "rounds": self._rounds,
+            "rounds": torch.tensor(self._rounds),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,33 +230,28 @@ class LabelPool:
         """
         self._check_size(state)
         if int(state["rounds"]) > self._rounds:
-            newer = {name: value for name, value in self.state_dict().items() if name != "rounds"}
-            rounds = self._rounds
+            newer = self.state_dict()
             self.load_state_dict(state)
-            self._keep(newer, rounds)
+            self._keep(newer)
         else:
-            self._keep(state, int(state["rounds"]))
+            self._keep(state)
 
-    def _keep(self, state: Mapping[str, Any], rounds: int) -> None:
+    def _keep(self, state: Mapping[str, Any]) -> None:
         """Add the labels of an older state where there are none."""
         extra = (state["round"] >= 0) & (self._round < 0)
         self._round[extra] = state["round"][extra]
         self._answered[extra], self._answers[extra] = state["answered"][extra], state["answers"][extra]
         self._ignored = (self._ignored | state["ignored"]) & (self._round < 0)
-        self._rounds = max(self._rounds, rounds)
+        self._rounds = max(self._rounds, int(state["rounds"]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record (not the data) to a safetensors file, whole or not at all."""
-        state = self.state_dict()
-        arrays = {name: value.numpy() for name, value in state.items() if isinstance(value, Tensor)}
-        storage.write(path, "label_pool", arrays, {"rounds": self._rounds})
+        storage.write(path, "label_pool", {name: value.numpy() for name, value in self.state_dict().items()}, {})
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Take over the record of a file that :meth:`save` wrote."""
-        arrays, metadata = storage.read(path, "label_pool")
-        self.load_state_dict(
-            {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "rounds": metadata["rounds"]}
-        )
+        arrays, _ = storage.read(path, "label_pool")
+        self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def _check_size(self, state: Mapping[str, Any]) -> None:
         if len(state["round"]) != len(self):

@@ -111,5 +111,8 @@ def choose(
     free = torch.ones(len(candidates.novel), dtype=torch.bool)
     free[chosen] = False
     rest = free.nonzero().squeeze(1)
-    spread = select(candidates.ambiguity[rest], k - len(chosen), candidates.emb[rest], labelled_emb, method, beta)
+    wanted = k - len(chosen)
+    spread = select(
+        candidates.ambiguity[rest], wanted, candidates.emb[rest], method, labelled_emb=labelled_emb, beta=beta
+    )
     return torch.cat([chosen, rest[spread]])

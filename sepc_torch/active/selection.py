@@ -23,8 +23,9 @@ def select(
     score: Float[Tensor, "B"],
     k: int,
     emb: Float[Tensor, "B D"] | None = None,
-    labelled_emb: Float[Tensor, "M D"] | None = None,
     method: Method = "kcenter",
+    *,
+    labelled_emb: Float[Tensor, "M D"] | None = None,
     beta: float = 5.0,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "k"]:
@@ -34,12 +35,12 @@ def select(
         score: How much each sample is wanted; more is better.
         k: How many; at most all.
         emb: Where the samples lie; needed by all methods but ``"topk"`` and ``"gumbel"``.
-        labelled_emb: Where the labelled samples lie, to keep away from.
         method: ``"kcenter"`` takes, of the :math:`\beta k` highest scores, again and again the one farthest from all
             taken and labelled. ``"kmeans"`` clusters them, weighted by score, and takes the one nearest to each
             centre: typical rather than extreme samples. ``"kmeans++"`` draws from all samples with probability
             proportional to score times squared distance to those taken and labelled. ``"topk"`` takes the highest.
             ``"gumbel"`` draws from all with probability proportional to score.
+        labelled_emb: Where the labelled samples lie, to keep away from.
         beta: Candidates per sample taken.
         generator: For the methods that draw; by default one with seed 0.
 

@@ -22,7 +22,7 @@ from sepc_torch.callbacks.gathering import on_rank_zero
 from sepc_torch.callbacks.keeping import HeadKeeper
 from sepc_torch.callbacks.lightning_names import MisconfigurationException
 from sepc_torch.callbacks.pooling import PoolScores, find_pool, label_pool
-from sepc_torch.callbacks.recording import Found, StageRecords, conclude
+from sepc_torch.callbacks.recording import Found, StageRecords, StageTables, conclude
 from sepc_torch.callbacks.refitting import fit_rows, fit_samples, is_augmented
 from sepc_torch.flagging import Criteria, Head, Judged
 from sepc_torch.inputs import count
@@ -91,8 +91,7 @@ class MonitorCore:
         self.fit_data = fit_data
         self.pool = pool
         self.prefix = prefix
-        self.flagged: dict[str, TrustTable] = {}
-        self.scores: dict[str, TrustTable] = {}
+        self.flagged, self.scores = StageTables(), StageTables()
         self.disjuncts: tuple[SmallDisjunct, ...] = ()
         self._functions = Functions(inputs, labels, ids, fit, on_flag)
         self._captures = {"emb": Capture(embed, "embed", prefix)}

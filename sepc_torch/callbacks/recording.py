@@ -24,6 +24,20 @@ class Found(NamedTuple):
     numbers: dict[str, float]
 
 
+class StageTables(dict[str, TrustTable]):
+    """Tables by stage, under the short name that is logged (``"val"``) or Lightning's own (``"validate"``).
+
+    >>> tables = StageTables(val=TrustTable.of([], {}, []))
+    >>> tables["validate"] is tables["val"]
+    True
+    """
+
+    def __missing__(self, stage: str) -> TrustTable:
+        if stage.startswith("validate") and (short := stage.replace("validate", "val", 1)) in self:
+            return self[short]
+        raise KeyError(f"No samples of {stage!r} were judged yet; there are {', '.join(self) or 'none at all'}.")
+
+
 def judged_rows(
     head: Head,
     z: Float[Tensor, "B D"],
