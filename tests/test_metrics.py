@@ -33,6 +33,7 @@ from sepc_torch.metrics import (
     unknown_auroc,
 )
 from sepc_torch.metrics import classes as as_classes
+from sepc_torch.metrics.selective import check_flags
 
 Rng = np.random.Generator
 
@@ -266,3 +267,11 @@ def test_bad_input_is_named() -> None:
         ece(torch.tensor([0.5, 3.0]), right)
     with pytest.raises(ValueError, match="unknown samples need one confidence each"):
         fpr95(torch.rand(3), torch.zeros(0))
+
+
+def test_numbers_are_not_flags() -> None:
+    """Checked directly: the type checks of the tests come first; ~1 is -2, which would be a quiet wrong result."""
+    for flags in (torch.tensor([1, 0]), torch.tensor([1.0, 0.0]), [True, False]):
+        with pytest.raises(TypeError, match="boolean tensor"):
+            check_flags(flags)
+    check_flags(torch.tensor([True]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.inputs import count
-from sepc_torch.metrics.selective import check_scores
+from sepc_torch.metrics.selective import check_flags, check_scores
 from sepc_torch.shapes import Bool, Float, Int
 
 Binning = Literal["width", "mass"]
@@ -83,6 +83,7 @@ def reliability(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> 
 
 def _check_probability(probability: Tensor, correct: Tensor) -> None:
     check_scores(probability, correct)
+    check_flags(correct)
     if bool(((probability < 0) | (probability > 1)).any()):
         raise ValueError(
             f"A probability lies between 0 and 1, got values from {float(probability.min())} to "

@@ -9,6 +9,8 @@ values is neither flattered nor punished by chance.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,6 +78,7 @@ def failure_auroc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) ->
     tensor(0.7500, dtype=torch.float64)
     """
     check_scores(confidence, correct)
+    check_flags(correct)
     return auroc(confidence[correct], confidence[~correct])
 
 
@@ -163,8 +166,11 @@ def expected_losses(confidence: Float[Tensor, "B"], loss: Float[Tensor, "B"]) ->
     return (total / size).repeat_interleave(size).flip(0)
 
 
-def check_scores(confidence: Tensor, other: Tensor) -> None:
+def check_scores(confidence: Any, other: Any) -> None:
     """A clear error for what cannot be judged."""
+    for given in (confidence, other):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"Metrics take tensors, got a {type(given).__name__}; convert it with torch.as_tensor.")
     if confidence.ndim != 1 or confidence.shape != other.shape:
         raise ValueError(
             "Confidence, and what is known of each prediction, hold one value for each; got the shapes "
@@ -177,12 +183,21 @@ def check_scores(confidence: Tensor, other: Tensor) -> None:
 
 
 def _errors(correct: Bool[Tensor, "B"]) -> Float[Tensor, "B"]:
+    check_flags(correct)
     return (~correct).double()
+
+
+def check_flags(flags: Any) -> None:
+    """A clear error for numbers in place of true and false: their negation would be another number."""
+    if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
+        given = flags.dtype if isinstance(flags, Tensor) else type(flags).__name__
+        raise TypeError(f"What is right, or unknown, is given as a boolean tensor, got {given}; use label == target.")
 
 
 def _joint_losses(correct: Bool[Tensor, "B"], unknown: Bool[Tensor, "B"], cost: float) -> Float[Tensor, "B"]:
     if not 0.0 <= cost <= 1.0:
         raise ValueError(f"unknown_cost is a share from 0 to 1, got {cost}.")
+    check_flags(unknown)
     return torch.where(unknown, cost, (1.0 - cost) * _errors(correct))
 
 
