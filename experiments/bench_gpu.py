@@ -44,10 +44,14 @@ def bank(count: int, dim: int, kernel: str, seed: int, dtype: torch.dtype = torc
 def milliseconds(function: Callable[[], Any], heavy: bool) -> float:
     from triton.testing import do_bench
 
-    if heavy:
-        return float(do_bench(function, warmup=5, rep=40, return_mode="median"))
-    # Small shapes wait for the host, whose clock is noisy: the best of some medians.
-    return min(float(do_bench(function, warmup=10, rep=30, return_mode="median")) for _ in range(4))
+    warmup, repeat = (5, 40) if heavy else (10, 25)
+    return float(do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))
+
+
+def side_by_side(first: Callable[[], Any], second: Callable[[], Any], heavy: bool) -> tuple[float, float]:
+    """The times of two functions. Small shapes wait for the host, which has slow spells: in turns, the best of six."""
+    rounds = [(milliseconds(first, heavy), milliseconds(second, heavy)) for _ in range(1 if heavy else 6)]
+    return min(a for a, _ in rounds), min(b for _, b in rounds)
 
 
 def ceilings() -> dict[str, float]:
@@ -78,7 +82,7 @@ def measure(rows: int, count: int, dim: int, seed: int, ceiling: dict[str, float
     z = torch.randn(rows, dim, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
     fused, plain = (bank(count, dim, kernel, seed) for kernel in ("triton", "torch"))
     exact = bank(count, dim, "torch", seed, torch.float64)(z[:500].double())
-    kernel_ms, torch_ms = milliseconds(lambda: fused(z), heavy), milliseconds(lambda: plain(z), heavy)
+    kernel_ms, torch_ms = side_by_side(lambda: fused(z), lambda: plain(z), heavy)
     row = {
         "rows": rows,
         "ellipsoids": count,
