@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch import LabelPool, TrustHead, select
-from sepc_torch.active import confirmed_disjuncts, read_answers, write_questions
+from sepc_torch.active import Candidates, choose, confirmed_disjuncts, read_answers, write_questions
 from sepc_torch.trust_table import TrustTable
 
 Rng = np.random.Generator
@@ -71,6 +74,20 @@ class TestLabelPool:
         bare = LabelPool(list(torch.arange(4.0)))
         bare.label([1], y=[5])
         assert bare.labelled()[0] == (torch.tensor(1.0), 5)
+        with pytest.raises(ValueError, match=r"no label for id 2: the sample is a Tensor.*label\(ids, y\)"):
+            bare.label([2])
+        assert bare.labelled_ids.tolist() == [1]
+
+    def test_label_of_says_where_the_label_is(self) -> None:
+        triples = [(float(i), 7, i % 2) for i in range(4)]
+        for item in (triples[0], {"x": 0.0, "y": 1}, (0.0, torch.zeros(2))):
+            with pytest.raises(TypeError, match=r"(Sample 0 is|label of sample 0 must be an integer).*label_of="):
+                LabelPool([item], labelled=[0]).labels_of([0])
+        pool = LabelPool(triples, labelled=[0, 3], label_of=lambda sample: sample[2])
+        assert pool.labels_of([0, 3]).tolist() == [0, 1]
+        pool.label([1])
+        with pytest.raises(TypeError, match="label_of fails for sample 0"):
+            LabelPool(samples(), labelled=[0], label_of=lambda sample: sample["y"]).labels_of([0])
 
     @pytest.mark.parametrize(
         ("act", "message"),
@@ -81,6 +98,12 @@ class TestLabelPool:
             (lambda p: p.label([-1]), "indices from 0 to 19"),
             (lambda p: p.label([4, 5], y=[1]), "2 ids and 1 labels"),
             (lambda p: p.label([4.5]), "list of integers"),
+            (lambda p: p.label({4, 5}), "ids must be a list of integers.*got a set"),
+            (lambda p: p.label(i for i in (4, 5)), "ids must be a list of integers.*got a generator"),
+            (lambda p: p.label(["4"]), "ids must be a list of integers.*starts with '4'"),
+            (lambda p: p.label([4], y=["a"]), "y must be a list of integers.*starts with 'a'"),
+            (lambda p: p.answer({0: 1, 2: 1}), "id 0 was 0 and is now 1"),
+            (lambda p: p.load_state_dict({}), "lacks round, answered"),
             (lambda p: p.ignore([0]), "are labelled"),
             (lambda p: p.correct([4], [1]), "not labelled yet"),
             (lambda p: p.load_state_dict(LabelPool(samples(7)).state_dict()), "for another data set"),
@@ -97,6 +120,8 @@ class TestLabelPool:
     def test_refuses_what_has_no_index(self) -> None:
         with pytest.raises(TypeError, match="iterable data set has no ids"):
             LabelPool(iter(samples()))
+        with pytest.raises(TypeError, match=r"by index.*got a dict"):
+            LabelPool({"a": 1})
         with pytest.raises(ValueError, match="they must match"):
             LabelPool(samples(), eval_view=samples(3))
 
@@ -136,6 +161,8 @@ class TestLabelPool:
         assert pool.answer({4: 1, 5: 2}) == [4, 5]
         assert pool.answer({4: 1, 5: 2, 6: 0}) == [6]
         assert pool.answer({4: 1}) == []
+        assert pool.answer({0: 0}) == [], "as the data set says"
+        assert len(pool.labels_of(np.array([]))) == len(pool.labels_of(torch.tensor([]))) == 0
         assert pool.rounds == 2
         with pytest.raises(ValueError, match="id 5 was 2 and is now 1"):
             pool.answer({5: 1, 8: 0})
@@ -195,12 +222,26 @@ class TestSelect:
             ({"emb": None}, "needs an embedding for each of the 5 scores; got none"),
             ({"emb": torch.zeros(4, 2)}, "got 4"),
             ({"score": torch.full((5,), torch.nan)}, "score holds NaN"),
+            ({"score": torch.tensor([0, 1, 2, 3, torch.inf])}, r"score holds \+inf"),
+            ({"emb": torch.full((5, 2), torch.nan)}, "emb must be finite.*5 of 5 rows"),
+            ({"labelled_emb": torch.full((1, 2), torch.inf)}, "labelled_emb must be finite"),
         ],
     )
     def test_refuses(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             # Without the type checks of these tests, as users run it.
             inspect.unwrap(select)(**{"score": torch.ones(5), "k": 2, "emb": torch.zeros(5, 2), **options})
+
+    @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
+    def test_minus_infinity_comes_last(self, rng: Rng, method: Any) -> None:
+        """Such a sample may have no place in the embedding space either."""
+        score, emb = torch.from_numpy(rng.random(20)), draw(rng, 20)
+        score[:3], emb[:3] = -torch.inf, torch.nan
+        for k in (1, 5, 16, 18):
+            assert len(set(select(score, k, emb, method)[:17].tolist()) - {0, 1, 2}) == min(k, 17)
+        assert sorted(select(score, 30, emb, method).tolist()) == list(range(20))
+        candidates = Candidates(score.clamp_min(0.0), torch.arange(20) < 5, emb)
+        assert sorted(choose(candidates, 17, emb[:4], method=method).tolist()) == list(range(3, 20))
 
     def test_an_empty_pool(self) -> None:
         assert len(select(torch.empty(0), 3, torch.empty(0, 2))) == 0
@@ -240,7 +281,10 @@ class TestAnswers:
 
     def test_label_studio(self, tmp_path: Path) -> None:
         path = tmp_path / "tasks.json"
-        write_questions(path, table(), context=lambda i: {"image": f"https://example.org/{i}.png"})
+        numbers = replace(table(), classes=[0, 1])
+        write_questions(path, numbers, lambda i: {"image": f"https://example.org/{i}.png"}, classes=["cat", "dog"])
+        with pytest.raises(ValueError, match="classes names 1 classes, cat; the table holds the label 1"):
+            write_questions(tmp_path / "b.json", numbers, classes=["cat"])
         tasks = json.loads(path.read_text())
         assert tasks[0]["data"]["image"] == "https://example.org/12.png"
         assert tasks[0]["predictions"][0]["score"] == pytest.approx(0.4)
@@ -250,7 +294,7 @@ class TestAnswers:
         def annotation(choice: str, cancelled: bool = False) -> dict[str, Any]:
             return {"was_cancelled": cancelled, "result": [{"type": "choices", "value": {"choices": [choice]}}]}
 
-        tasks[0]["annotations"] = [annotation("dog")]
+        tasks[0]["annotations"], tasks[2]["annotations"] = [annotation("dog")], None
         tasks[1]["annotations"] = [annotation("cat", cancelled=True)]
         path.write_text(json.dumps(tasks))
         assert read_answers(path, ["cat", "dog"]) == {12: 1}
@@ -259,19 +303,68 @@ class TestAnswers:
         ("name", "text", "classes", "message"),
         [
             ("a.txt", "", None, "must end in .csv, .jsonl or .json"),
-            ("a.csv", "id,label\n3,1\n", None, "lacks answer"),
+            ("a.csv", "id,label\n", None, "lacks answer"),
             ("a.csv", "id,answer\nx,1\n", None, "holds the id 'x'"),
             ("a.csv", "id,answer\n3,dog\n", None, "give classes="),
             ("a.csv", "id,answer\n3,bird\n", ["cat", "dog"], "expected one of cat, dog"),
             ("a.csv", "id,answer\n3,1\n3,2\n", None, "answers id 3 twice"),
             ("a.jsonl", "{", None, "not valid JSON"),
             ("a.json", '[{"id": 1}]', None, "lacks data.id"),
+            ("a.jsonl", '{"id": 1, "answer": 1.5}', None, "answers 1.5 for id 1; expected a whole number"),
+            ("a.jsonl", '{"id": 1, "answer": true}', None, "answers True"),
+            ("a.csv", "id,answer\n3,-1\n", None, "answers '-1'"),
+            ("a.jsonl", '{"id": 1.9, "answer": 1}', None, "holds the id 1.9"),
+            ("a.csv", "id,answer\n-3,1\n", None, "holds the id '-3'"),
+            ("a.csv", "id,answer\n3,1E+05\n", None, "answers '1E.05'"),
+            ("a.csv", "", None, "is empty; expected a header"),
+            ("a.jsonl", "3", None, "holds the line 3"),
+            ("a.json", "3", None, "holds a int in place of a list"),
+            ("a.json", '[{"data": null}]', None, "lacks data.id"),
+            ("a.json", '[{"data": {"id": 1}, "annotations": 3}]', None, "holds 3 where annotations"),
+            ("a.csv", "id,answer\n3,\u00e9\n", None, "is not UTF-8"),
         ],
     )
     def test_refuses(self, tmp_path: Path, name: str, text: str, classes: Any, message: str) -> None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=message):
             read_answers(tmp_path / name, classes)
+
+    @pytest.mark.parametrize("names", [None, ["no", "yes"], [0, 1]])
+    def test_what_pandas_makes_of_a_column_with_gaps(self, tmp_path: Path, names: Any) -> None:
+        path, yes = tmp_path / "a.csv", "yes" if names == ["no", "yes"] else "1.0"
+        path.write_text(f"id,answer\n3.0,{yes}\n4.0,\n5.0,nan\n")
+        assert read_answers(path, names) == {3: 1}
+        assert read_answers(path, [yes, "nan"]) == {3: 0, 5: 1}, "unless a class has that name"
+
+    @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+    def test_any_context_can_be_read_back(self, tmp_path: Path, kind: str) -> None:
+        path = tmp_path / f"a.{kind}"
+        odd = replace(table(), columns={**table().columns, "margin": torch.tensor([torch.inf, torch.nan, 1.0])})
+        shown = {"text": "a\x0b\x85\u2028\n,b", "array": np.arange(2), "tensor": torch.ones(()), "of": [np.float32(2)]}
+        write_questions(path, odd, context=lambda _: shown)
+        assert read_answers(path) == {}
+        if kind != "csv":
+            parts = path.read_text().splitlines() if kind == "jsonl" else [path.read_text()]
+            read = [json.loads(part, parse_constant=pytest.fail) for part in parts]
+            rows = read if kind == "jsonl" else [task["data"] for task in read[0]]
+            assert [row["margin"] for row in rows] == [None, None, 1.0]
+            assert (rows[0]["text"], rows[0]["array"], rows[0]["of"]) == (shown["text"], [0, 1], [2.0])
+            path.write_text("\n".join(json.dumps(part, ensure_ascii=False) for part in read), encoding="utf-8")
+            assert read_answers(path) == {}, "as other tools write it"
+            with pytest.raises(TypeError, match=r"cannot hold .*, a object: JSON knows text"):
+                write_questions(tmp_path / f"b.{kind}", table(), context=lambda _: {"what": object()})
+        for taken in ({"id": "x"}, {"answer": "x"}, {"label": "x"}):
+            with pytest.raises(ValueError, match=f"context gives '{next(iter(taken))}' for id 12.*choose other names"):
+                write_questions(tmp_path / f"b.{kind}", table(), context={12: taken}.__getitem__)
+        assert not (tmp_path / f"b.{kind}").exists()
+
+    def test_the_readmes_questions_can_be_asked_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.S)
+        (block,) = [part for part in blocks if "write_questions(" in part]
+        monkeypatch.chdir(tmp_path)
+        watch = SimpleNamespace(query=lambda k: [12, 3], scores={"pool": table()})
+        for _ in range(2):
+            exec(block, {"monitor": watch, "pool": LabelPool(samples())})
 
 
 class TestMistakes:
@@ -291,3 +384,17 @@ class TestMistakes:
             max_impure=3, progress=False,
         )  # fmt: skip
         assert set(again.predict(middle)) == {7}, "refitted, they have an ellipsoid of their own"
+
+    def test_labels_that_cannot_be_read_stop_no_training(self, rng: Rng) -> None:
+        """The pool says so, once; with label_of= the mistakes are found."""
+        pooling = pytest.importorskip("sepc_torch.callbacks.pooling")
+        x = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
+        scores = pooling.PoolScores()
+        scores.head = TrustHead.fit(x, np.repeat([0, 1], 60), dim=2, normalize=None, max_impure=2, progress=False)
+        middle = torch.from_numpy(x[:60].mean(axis=0)).float().repeat(4, 1)
+        scores.rows = {"id": torch.arange(4), "emb": middle, "label": torch.zeros(4, dtype=torch.int64)}
+        with pytest.warns(UserWarning, match=r"label_of=.*not checked for confirmed mistakes"):
+            assert scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4))) == ()
+        assert scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4))) == (), "a second warning is an error here"
+        (found,) = scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4), label_of=lambda sample: sample["y"]))
+        assert (found.predicted, found.true, found.rows.tolist()) == (0, (1,), [0, 1, 2, 3])

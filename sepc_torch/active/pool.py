@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from sepc_torch import storage
 from sepc_torch.shapes import Int
+
+# What a state holds.
+_STATE = ("round", "answered", "answers", "ignored", "rounds")
 
 
 class View(Dataset[Any]):
@@ -60,6 +65,8 @@ class LabelPool:
         labelled: Ids labelled from the start.
         eval_view: The same samples without augmentation, to embed and to judge; by default ``dataset``.
         relabel: How to put an answer into a sample; by default it becomes the second entry of a pair.
+        label_of: From a sample to its label, an integer; by default the second entry of a pair. Samples of another
+            kind, such as dictionaries, need it where the data set's own labels are compared with answers.
 
     >>> samples = [(float(i), i % 2) for i in range(6)]
     >>> pool = LabelPool(samples, labelled=[0, 1])
@@ -74,7 +81,13 @@ class LabelPool:
         labelled: Any = (),
         eval_view: Any = None,
         relabel: Callable[[Any, int], Any] = replace_label,
+        label_of: Callable[[Any], Any] | None = None,
     ) -> None:
+        if isinstance(dataset, (Mapping, str, bytes)):
+            raise TypeError(
+                f"dataset must give samples by index, 0 to its length less 1; got a {type(dataset).__name__}. Put the "
+                "samples into a list, for instance list(samples.values()), or take one split of a dictionary of them."
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset must have a length and give samples by index, got a {type(dataset).__name__}; an iterable "
@@ -85,6 +98,9 @@ class LabelPool:
         self.dataset = dataset
         self.eval_view = dataset if eval_view is None else eval_view
         self.relabel = relabel
+        if label_of is not None and not callable(label_of):
+            raise TypeError(f"label_of must be a function from a sample to its label, got {label_of!r}.")
+        self.label_of = label_of
         n = len(dataset)
         self._round = torch.full((n,), -1, dtype=torch.int64)
         self._answered = torch.zeros(n, dtype=torch.bool)
@@ -149,6 +165,8 @@ class LabelPool:
             if len(answers) != len(chosen):
                 raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; one for each is needed.")
             self._answers[chosen], self._answered[chosen] = answers, True
+        elif len(chosen):
+            self._check_has_label(int(chosen[0]))
         self._rounds += 1
         self._round[chosen] = self._rounds
         self._ignored[chosen] = False
@@ -156,24 +174,22 @@ class LabelPool:
     def answer(self, answers: Mapping[int, int]) -> list[int]:
         """Label samples by answers that may be partial or repeated; returns the ids that are new.
 
-        Reading the same file again, after a crash for instance, labels nothing twice. A different second answer is an
-        error: correct the file, or use :meth:`correct`.
+        Reading the same file again, after a crash for instance, labels nothing twice. A different second answer, or one
+        that contradicts the label of the data set, is an error: correct the file, or use :meth:`correct`.
         """
         ids = self._checked(list(answers))
-        fresh = [int(i) for i in ids if self._round[i] < 0]
-        changed = [
-            int(i)
-            for i in ids
-            if self._round[i] >= 0 and self._answered[i] and int(self._answers[i]) != answers[int(i)]
-        ]
+        given = dict(zip(ids.tolist(), _integers(list(answers.values()), "The answers").tolist(), strict=True))
+        fresh = [i for i in given if self._round[i] < 0]
+        before = {i: self._label_of(i) for i in given if self._round[i] >= 0}
+        changed = [i for i, label in before.items() if label != given[i]]
         if changed:
             i = changed[0]
             raise ValueError(
-                f"{len(changed)} samples have another answer already; id {i} was {int(self._answers[i])} and is now "
-                f"{answers[i]}. Use correct() to change labels."
+                f"{len(changed)} samples have another label already; id {i} was {before[i]} and is now {given[i]}. "
+                "Use correct() to change labels."
             )
         if fresh:
-            self.label(fresh, [answers[i] for i in fresh])
+            self.label(fresh, [given[i] for i in fresh])
         return fresh
 
     def correct(self, ids: Any, y: Any) -> None:
@@ -196,15 +212,46 @@ class LabelPool:
 
     def labels_of(self, ids: Any) -> Int[Tensor, "n"]:
         """The labels of labelled samples: the answer, or what the data set says."""
-        return torch.tensor([int(self._label_of(int(i))) for i in self._checked(ids)], dtype=torch.int64)
+        return torch.tensor([self._label_of(i) for i in self._checked(ids).tolist()], dtype=torch.int64)
 
     def _label_of(self, name: int) -> int:
         if self._answered[name]:
             return int(self._answers[name])
         item = self.eval_view[name]
-        if not isinstance(item, (tuple, list)) or len(item) < 2:
-            raise TypeError(f"Sample {name} has no second entry to be its label; give labels to label(ids, y).")
-        return int(item[1])
+        if self.label_of is not None:
+            try:
+                label = self.label_of(item)
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                raise TypeError(
+                    f"label_of fails for sample {name}, {_kind(item)} ({type(error).__name__}: {error})."
+                ) from error
+        elif isinstance(item, (tuple, list)) and len(item) == 2:
+            label = item[1]
+        else:
+            raise TypeError(
+                f"Sample {name} is {_kind(item)}, so it is not clear what its label is. Give LabelPool(..., "
+                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+            )
+        code = _code(label)
+        if code is None:
+            raise TypeError(
+                f"The label of sample {name} must be an integer, got {_kind(label)}. Give LabelPool(..., "
+                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+            )
+        return code
+
+    def _check_has_label(self, name: int) -> None:
+        """Refuse to take labels from a data set that has none; one sample tells, and reading all may take long."""
+        if self.label_of is not None:
+            self._label_of(name)
+            return
+        item = self.dataset[name]
+        # Dictionaries, longer tuples and objects of the user's own may hold a label that only they know of.
+        bare = isinstance(item, (Tensor, np.ndarray, np.generic, int, float, str, bytes)) or item is None
+        if bare or (isinstance(item, (tuple, list)) and (len(item) < 2 or (len(item) == 2 and item[1] is None))):
+            raise ValueError(
+                f"The data set has no label for id {name}: the sample is {_kind(item)}. Give the labels: label(ids, y)."
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors only."""
@@ -218,7 +265,7 @@ class LabelPool:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what the state says."""
-        self._check_size(state)
+        self._check_state(state)
         self._round, self._answered = state["round"].clone(), state["answered"].clone()
         self._answers, self._ignored = state["answers"].clone(), state["ignored"].clone()
         self._rounds = int(state["rounds"])
@@ -228,7 +275,7 @@ class LabelPool:
 
         A checkpoint may be older than the answers; testing the best one must not undo what people did since.
         """
-        self._check_size(state)
+        self._check_state(state)
         if int(state["rounds"]) > self._rounds:
             newer = self.state_dict()
             self.load_state_dict(state)
@@ -253,7 +300,13 @@ class LabelPool:
         arrays, _ = storage.read(path, "label_pool")
         self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
-    def _check_size(self, state: Mapping[str, Any]) -> None:
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = [name for name in _STATE if name not in state]
+        if missing:
+            raise ValueError(
+                f"The pool state lacks {', '.join(missing)}; it must be what LabelPool.state_dict() gave, which holds "
+                f"{', '.join(_STATE)}."
+            )
         if len(state["round"]) != len(self):
             raise ValueError(
                 f"The pool state is for another data set: it knows {len(state['round'])} samples, this one has "
@@ -276,9 +329,38 @@ class LabelPool:
 
 def _integers(values: Any, name: str) -> Int[Tensor, "n"]:
     """A one-dimensional tensor of integers."""
-    if isinstance(values, Sequence) and len(values) == 0:
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        # A set has no order that labels could follow, and a generator is used up by reading it.
+        inside = f" that starts with {values[0]!r}" if isinstance(values, (list, tuple)) and values else ""
+        raise ValueError(
+            f"{name} must be a list of integers, or an array or tensor of them; got {_kind(values)}{inside}."
+        ) from None
+    if found.ndim == 1 and len(found) == 0:  # empty arrays and tensors are floating unless told otherwise
         return torch.empty(0, dtype=torch.int64)
-    found = torch.as_tensor(values)
-    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+    if found.ndim != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise ValueError(f"{name} must be a list of integers, got {found.dtype} of shape {tuple(found.shape)}.")
     return found.to(torch.int64).cpu()
+
+
+def _code(label: Any) -> int | None:
+    """A label as an integer, or None where it is not one; 1.0, True and tensors of one such entry are."""
+    if isinstance(label, (Tensor, np.ndarray, np.generic)):
+        label = label.item() if math.prod(label.shape) == 1 else None
+    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        return int(label)
+    return None
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a few words."""
+    if isinstance(value, Mapping):
+        return f"a dictionary with the keys {list(value)[:10]}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -100,7 +100,12 @@ def choose(
     k = count(k, "k", least=1)
     if not 0.0 <= novel_share <= 1.0:
         raise ValueError(f"novel_share must lie between 0 and 1, got {novel_share}.")
-    novel = candidates.novel.nonzero().squeeze(1)
+    # A sample without a place can be neither ambiguous nor new: it is taken when nothing else is left.
+    placed = candidates.emb.isfinite().all(dim=1)
+    ambiguity = torch.where(placed, candidates.ambiguity, -torch.inf)
+    if labelled_emb is not None:
+        labelled_emb = labelled_emb[labelled_emb.isfinite().all(dim=1)]
+    novel = (candidates.novel & placed).nonzero().squeeze(1)
     wanted = min(int(novel_share * k), len(novel))
     chosen = novel[:0]
     if wanted and len(novel) <= _MOST_NOVEL * len(candidates.novel):
@@ -112,7 +117,5 @@ def choose(
     free[chosen] = False
     rest = free.nonzero().squeeze(1)
     wanted = k - len(chosen)
-    spread = select(
-        candidates.ambiguity[rest], wanted, candidates.emb[rest], method, labelled_emb=labelled_emb, beta=beta
-    )
+    spread = select(ambiguity[rest], wanted, candidates.emb[rest], method, labelled_emb=labelled_emb, beta=beta)
     return torch.cat([chosen, rest[spread]])

@@ -32,7 +32,8 @@ def select(
     r"""Positions of k samples to label, the same for the same input on every machine and process.
 
     Args:
-        score: How much each sample is wanted; more is better.
+        score: How much each sample is wanted; more is better. One of -inf is taken only when no other is left, and its
+            embedding is not looked at.
         k: How many; at most all.
         emb: Where the samples lie; needed by all methods but ``"topk"`` and ``"gumbel"``.
         method: ``"kcenter"`` takes, of the :math:`\beta k` highest scores, again and again the one farthest from all
@@ -55,24 +56,47 @@ def select(
         raise ValueError(f"beta must be at least 1, the candidates per sample taken; got {beta}.")
     if bool(score.isnan().any()):
         raise ValueError("score holds NaN; decide first what such a sample is worth, for instance -inf.")
+    if bool(score.isposinf().any()):
+        raise ValueError(
+            "score holds +inf, which no other score compares with; expected finite ones, or -inf for samples not "
+            "wanted. Give such a sample the largest finite score."
+        )
     k = min(count(k, "k", least=1), len(score))
     order = score.argsort(descending=True, stable=True)
     if method == "topk" or k == 0:
         return order[:k]
+    if method != "gumbel":
+        if emb is None or len(emb) != len(score):
+            given = "none" if emb is None else f"{len(emb)}"
+            raise ValueError(f"method={method!r} needs an embedding for each of the {len(score)} scores; got {given}.")
+        _check_finite(emb[score > -torch.inf], "emb", "Give such samples the score -inf.")
+        if labelled_emb is not None:
+            _check_finite(labelled_emb, "labelled_emb", "Leave such samples out.")
+    wanted = (score > -torch.inf).nonzero().squeeze(1)
+    if len(wanted) < len(score) and len(wanted) <= k:  # all that are wanted, then some that are not
+        return order[:k]
     generator = torch.Generator().manual_seed(0) if generator is None else generator
+    score = score[wanted]
     if method == "gumbel":
-        return _gumbel(score, k, generator)
-    if emb is None or len(emb) != len(score):
-        given = "none" if emb is None else f"{len(emb)}"
-        raise ValueError(f"method={method!r} needs an embedding for each of the {len(score)} scores; got {given}.")
-    emb = emb.double()  # on the CPU and on a GPU, and in any order of summation, the same choice
+        return wanted[_gumbel(score, k, generator)]
+    assert emb is not None  # checked above
+    emb = emb[wanted].double()  # on the CPU and on a GPU, and in any order of summation, the same choice
     taken = torch.empty(0, emb.shape[1], dtype=emb.dtype) if labelled_emb is None else labelled_emb.double()
     if method == "kmeans++":
-        return _kmeans_plus_plus(score, k, emb, taken, generator)
-    candidates = order[: min(len(score), round(beta * k))]
+        return wanted[_kmeans_plus_plus(score, k, emb, taken, generator)]
+    candidates = score.argsort(descending=True, stable=True)[: min(len(score), round(beta * k))]
     if method == "kmeans":
-        return candidates[_kmeans(score[candidates], k, emb[candidates])]
-    return candidates[_kcenter(k, emb[candidates], taken)]
+        return wanted[candidates[_kmeans(score[candidates], k, emb[candidates])]]
+    return wanted[candidates[_kcenter(k, emb[candidates], taken)]]
+
+
+def _check_finite(emb: Float[Tensor, "B D"], name: str, advice: str) -> None:
+    bad = (~emb.isfinite().all(dim=1)).nonzero().squeeze(1)
+    if len(bad):
+        raise ValueError(
+            f"{name} must be finite to measure distances by; {len(bad)} of {len(emb)} rows hold NaN or infinities. "
+            f"{advice}"
+        )
 
 
 def nearest_squared(emb: Float[Tensor, "B D"], others: Float[Tensor, "M D"]) -> Float[Tensor, "B"]:

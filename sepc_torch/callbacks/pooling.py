@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ def label_pool(trainer: Any, module: Any, pool: Any) -> LabelPool | None:
 class PoolScores:
     """The last scores of the pool, the same on every process: columns ``id``, ``emb`` and those of a judged batch."""
 
+    _warned = False
+
     def __init__(self) -> None:
         self.rows: Rows | None = None
         self.head: Head | None = None
@@ -81,7 +84,7 @@ class PoolScores:
     def disjuncts(self, pool: LabelPool) -> tuple[SmallDisjunct, ...]:
         """Cells in which the samples labelled since the last scores turned out to be mistakes too often.
 
-        The rows of each are ids.
+        The rows of each are ids. Labels that the pool cannot read are no reason to stop a training: none then.
         """
         if not self.rows or self.head is None:
             return ()
@@ -92,8 +95,15 @@ class PoolScores:
         if not bool(chosen.any()):
             return ()
         given = class_values(self.head)[self.rows["label"][chosen]]
+        try:
+            truth = pool.labels_of(ids[chosen])
+        except TypeError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{error} Until then new labels are not checked for confirmed mistakes.", stacklevel=2)
+            return ()
         device = next(self.head.buffers()).device
-        found = confirmed_disjuncts(self.head, self.rows["emb"][chosen].to(device), pool.labels_of(ids[chosen]), given)
+        found = confirmed_disjuncts(self.head, self.rows["emb"][chosen].to(device), truth, given)
         return tuple(disjunct._replace(rows=ids[chosen].numpy()[disjunct.rows]) for disjunct in found)
 
 
