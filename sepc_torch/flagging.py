@@ -65,7 +65,7 @@ class Criteria:
         unknown = [reason for reason in self.reasons if reason not in REASONS]
         if unknown or not self.reasons:
             raise ValueError(f"reasons must be some of {', '.join(REASONS)}; got {list(self.reasons)}.")
-        if self.min_margin < 0.0 or self.novel_distance < 1.0:
+        if not (self.min_margin >= 0.0 and self.novel_distance >= 1.0):  # in this form NaN is refused too
             raise ValueError(
                 "min_margin must be at least 0 and novel_distance at least 1, the surface of an ellipsoid; got "
                 f"{self.min_margin} and {self.novel_distance}."
@@ -199,7 +199,8 @@ def summary(
 ) -> dict[str, float]:
     """The numbers of one stage: mean and low trust, flags by reason, and accuracy with and without flag.
 
-    ``right`` says where the judged label is the true one; a value that nothing defines is left out.
+    ``right`` says where the judged label is the true one. The names are always the same, so that they can be monitored;
+    a value that nothing defines is NaN.
 
     >>> summary(torch.tensor([1.0, 0.5]), torch.tensor([-1, 2]), torch.tensor([True, False]), torch.ones(2) > 0)
     {'n': 2.0, 'mean': 0.75, 'p05': 0.525..., 'flagged': 1.0, 'flagged_frac': 0.5, 'novel_frac': 0.0,
@@ -207,17 +208,16 @@ def summary(
     """
     flagged = reason >= 0
     n = len(trust)
-    found = {"n": float(n)}
-    if n:
-        found["mean"] = float(trust.double().mean())
-        found["p05"] = float(np.quantile(trust.double().numpy(), 0.05))
-    found["flagged"] = float(flagged.sum())
-    found["flagged_frac"] = float(flagged.sum()) / max(n, 1)
+    found = {
+        "n": float(n),
+        "mean": float(trust.double().mean()),  # of nothing, torch says NaN
+        "p05": float(np.quantile(trust.double().numpy(), 0.05)) if n else math.nan,
+        "flagged": float(flagged.sum()),
+        "flagged_frac": float(flagged.double().mean()),
+    }
     for code, name in enumerate(REASONS):
-        found[f"{name}_frac"] = float((reason == code).sum()) / max(n, 1)
+        found[f"{name}_frac"] = float((reason == code).double().mean())
     found["nonfinite"] = float((~finite).sum())
-    if right is not None:
-        for name, chosen in (("acc_trusted", ~flagged), ("acc_flagged", flagged)):
-            if bool(chosen.any()):
-                found[name] = float(right[chosen].double().mean())
+    for name, chosen in (("acc_trusted", ~flagged), ("acc_flagged", flagged)):
+        found[name] = math.nan if right is None else float(right[chosen].double().mean())
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,9 +120,14 @@ class TrustTable:
         write_records(path, list(self.rows()), ["id", *self.columns])
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write one JSON object per line, whole or not at all."""
+        """Write one JSON object per line, whole or not at all; null where a number is not finite."""
+        lines = [json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in self.rows()]
         with storage.replacing(Path(path)) as temporary:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows()), encoding="utf-8")
+            temporary.write_text("".join(lines), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_records(path: str | os.PathLike[str], records: Sequence[Mapping[str, Any]], header: Sequence[str]) -> None:

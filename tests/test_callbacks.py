@@ -76,6 +76,78 @@ class TestJudging:
         assert numbers["trust/refits"] == watch.n_refits == 2
         assert numbers["trust/partition_age_steps"] == 0
 
+    @pytest.mark.parametrize(
+        ("name", "trainer", "options"),
+        [
+            ("trust/val_mean", {"val_check_interval": 0.5}, {}),
+            ("trust/val_mean", {}, {"refit_every_n_epochs": 2}),
+            ("trust/pool_mean", {"val_check_interval": 0.5}, {"refit_every_n_epochs": 2, "pool": blobs(20, 3)}),
+        ],
+    )
+    def test_the_first_validation_has_a_head(
+        self, tmp_path: Path, name: str, trainer: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        stop = EarlyStopping(name, mode="max", patience=20)
+        saver = ModelCheckpoint(tmp_path, monitor=name, mode="max")
+        watch = monitor(**options)
+        run = quiet_trainer(watch, stop, saver, folder=tmp_path, enable_checkpointing=True, **trainer)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        assert run.current_epoch == 2
+        assert math.isfinite(float(stop.best_score))
+
+    @pytest.mark.parametrize("name", ["trust/val_mean", "trust/pool_mean", "trust/refit_seconds"])
+    def test_a_first_fit_that_fails_does_not_end_training(self, tmp_path: Path, name: str) -> None:
+        calls = []
+
+        def fit(z: Tensor, y: Tensor) -> TrustHead:
+            calls.append(len(z))
+            if len(calls) == 1:
+                raise RuntimeError("no luck")
+            return TrustHead.fit(z, y, progress=False, **FIT)
+
+        stop = EarlyStopping(name, mode="max", patience=20, check_finite=False)
+        saver = ModelCheckpoint(tmp_path, monitor=name, mode="max")
+        watch = monitor(fit=fit, pool=blobs(20, 3))
+        run = quiet_trainer(watch, stop, saver, folder=tmp_path, enable_checkpointing=True)
+        with pytest.warns(UserWarning, match="no luck.*Training goes on; there is no head yet"):
+            run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        assert run.current_epoch == 2
+        assert math.isfinite(run.callback_metrics[name])
+
+    def test_an_epoch_without_flags(self, tmp_path: Path) -> None:
+        stop = EarlyStopping("trust/val_acc_flagged", patience=20, check_finite=False)
+        watch = monitor(threshold=1e-9, min_margin=0.0, novel_distance=1e9)
+        run = quiet_trainer(watch, stop, folder=tmp_path)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        assert len(watch.flagged["val"]) == 0
+        assert run.current_epoch == 2
+        assert math.isnan(run.callback_metrics["trust/val_acc_flagged"])
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_a_forward_of_several_arguments(self, tmp_path: Path, named: bool) -> None:
+        class Scaled(Net):
+            def forward(self, x: Tensor, scale: Tensor | None = None, *, shift: float = 0.0) -> Tensor:
+                assert scale is not None
+                return super().forward(x * scale + shift)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return nn.functional.cross_entropy(self(batch[0], batch[2]), batch[1])
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self(batch[0], batch[2])
+
+        x, y = blobs(90).tensors
+        ones = torch.ones(90, 1)
+        watch = monitor(
+            inputs=(lambda b: {"x": b[0], "scale": b[2]}) if named else (lambda b: (b[0], b[2])),
+            fit_data=TensorDataset(x, y > 0, ones),  # labels of yes and no will do
+        )
+        train = loader(TensorDataset(x, y, ones))
+        quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Scaled(), train, train)
+        assert watch.head is not None
+        assert list(watch.head.classes) == [0, 1]
+        assert len(watch.scores["val"]) == 90
+
     def test_the_networks_label_is_judged_where_logits_are_known(self, tmp_path: Path) -> None:
         watch, model, _ = fitted(tmp_path, logits="classifier", reasons=("disagrees",))
         table = watch.scores["val"]

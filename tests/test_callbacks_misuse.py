@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 from lightning_parts import Net, blobs, fitted, loader, monitor, quiet_trainer
@@ -35,6 +36,26 @@ def returns_a_tuple(module: Any, batch: Any) -> Any:
     return (module.backbone(batch[0]),)
 
 
+def float_labels() -> TensorDataset:
+    x, y = blobs(60).tensors
+    return TensorDataset(x, y.float())
+
+
+def longer_every_time(module: Any, batch: Any) -> Tensor:
+    """As of sequences that are padded batch by batch."""
+    module.calls = getattr(module, "calls", 0) + 1
+    return nn.functional.pad(module.backbone(batch[0]), (0, module.calls - 1))
+
+
+def one_logit(module: Any, batch: Any) -> Tensor:
+    return module(batch[0])[:, 0]
+
+
+def shifted_labels(by: int) -> TrustMonitor:
+    """Classes that are not the columns of the logits."""
+    return monitor(logits="classifier", labels=lambda batch: batch[1] + by)
+
+
 class TestMisuse:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -56,6 +77,24 @@ class TestMisuse:
             ({"inputs": 3}, "inputs must be a function"),
             ({"novel_distance": 0.5}, "novel_distance at least 1"),
             ({"dirpath": __file__}, "is a file; name a folder"),
+            ({"threshold": 0.5, "flag_fraction": 0.2}, "Give threshold or flag_fraction"),
+            ({"threshold": "0.5"}, "threshold must be a number, got '0.5'"),
+            ({"flag_fraction": "a"}, "flag_fraction must be a number"),
+            ({"min_margin": None}, "min_margin must be a number"),
+            ({"min_margin": math.nan}, "min_margin must be at least 0"),
+            ({"novel_distance": math.nan}, "novel_distance at least 1"),
+            ({"reasons": None}, "reasons must be a tuple of names"),
+            ({"reasons": 3}, "reasons must be a tuple of names"),
+            ({"stages": None}, "stages must be a tuple of names"),
+            ({"stages": []}, "stages is empty"),
+            ({"dirpath": 3}, "dirpath must be a path"),
+            ({"dirpath": b"x"}, "dirpath must be a path"),
+            ({"prefix": ""}, "prefix must be a text that is not empty"),
+            ({"prefix": None}, "prefix must be a text"),
+            ({"ids": 3}, "ids must be a function"),
+            ({"pool": 3}, "pool must be a LabelPool"),
+            ({"fit_data": 3}, "fit_data must be a data set"),
+            ({"fit": {"bogus": 1}}, "fit has 'bogus', and TrustHead.fit takes 'dim'"),
         ],
     )
     def test_settings(self, options: dict[str, Any], message: str) -> None:
@@ -77,6 +116,12 @@ class TestMisuse:
             (TrustMonitor("backbone", ids=lambda b: [1]), None, None, "There are 1 ids for a batch of"),
             (TrustMonitor("backbone", labels=lambda b: b[0]), None, None, r"tensor \(batch,\) of whole numbers"),
             (TrustMonitor("backbone", labels=lambda b: None), None, None, "label; found none"),
+            (TrustMonitor("backbone", fit_data=float_labels()), None, None, r"found torch.float32.*batch\[1\].long"),
+            (TrustMonitor("backbone", inputs=lambda b: (b[0], b[1])), None, None, "forward of Picky.*tuple of all"),
+            (TrustMonitor(longer_every_time), None, None, "gave 16 and 17 features .* One vector per sample"),
+            (TrustMonitor("backbone", logits=one_logit), None, None, "one number for each sample, and one column"),
+            (shifted_labels(10), None, None, r"the classes 0 to 2; .* outside of these: \[10, 11, 12\]"),
+            (shifted_labels(1), None, None, r"the classes 0 to 2; .* outside of these: \[3\]"),
             (TrustMonitor(lambda m, b: m.backbone(b[0])[:2]), None, None, r"gave \[2\] rows for a batch of 16"),
         ],
     )
@@ -103,6 +148,37 @@ class TestMisuse:
 
         with pytest.raises(MisconfigurationException, match="'idle' did not run in this step"):
             quiet_trainer(TrustMonitor("idle"), folder=tmp_path).fit(Idle(), loader(blobs(150)), loader(blobs(61, 1)))
+
+    def test_no_forward(self, tmp_path: Path) -> None:
+        class Stepwise(L.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = Net()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return self.net.training_step(batch, batch_idx)
+
+            def configure_optimizers(self) -> Any:
+                return self.net.configure_optimizers()
+
+        run = quiet_trainer(TrustMonitor("net.backbone"), folder=tmp_path, max_epochs=1)
+        with pytest.raises(MisconfigurationException, match=r"Stepwise has no forward of its own.*embed="):
+            run.fit(Stepwise(), loader(blobs(30)))
+
+    def test_ids_of_several_samples(self, tmp_path: Path) -> None:
+        watch, model, _ = fitted(tmp_path, trainer={"max_epochs": 1})
+        same = monitor(head=watch.head, ids=lambda b: [0] * len(b[0]))
+        with pytest.warns(UserWarning, match="60 of 61 samples have the id of another one"):
+            quiet_trainer(same, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # Lightning's, and right
+    def test_a_checkpoint_of_another_prefix(self, tmp_path: Path) -> None:
+        _, model, run = fitted(tmp_path, trainer={"max_epochs": 1})
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        with pytest.raises(MisconfigurationException, match=r"the same prefix \(this one has prefix='late'\)"):
+            quiet_trainer(monitor(prefix="late"), folder=tmp_path).test(
+                model, loader(blobs(20, 1)), ckpt_path=tmp_path / "x.ckpt"
+            )
 
     def test_no_head(self, tmp_path: Path) -> None:
         for stage in ("validate", "test", "predict"):

@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning_parts import CLASSES, Net, blobs, fitted, monitor, quiet_trainer
+from lightning_parts import CLASSES, Net, blobs, fitted, loader, monitor, quiet_trainer
 
 from sepc_torch import LabelPool, PoolDataModule, TrustHead
 from sepc_torch.callbacks import MisconfigurationException
@@ -42,6 +42,27 @@ class TestPool:
         with pytest.raises(ValueError, match="k must be an integer of at least 1"):
             watch.query(0)
 
+    @pytest.mark.parametrize("as_loader", [False, True])
+    def test_a_query_asks_nobody_twice(self, tmp_path: Path, as_loader: bool) -> None:
+        pool = LabelPool(blobs(80), labelled=range(60))
+        watch = monitor(pool=loader(pool.pool()) if as_loader else None)
+        data = PoolDataModule(pool, val=blobs(20, 1), batch_size=16)
+        quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Net(), datamodule=data)
+        first = watch.query(8)
+        pool.label(first)
+        second = watch.query(8)
+        assert len(set(first) | set(second)) == 16
+        pool.label(second)
+        with pytest.warns(UserWarning, match="The pool has 4 samples, fewer than the 8"):
+            pool.label(watch.query(8))
+        assert watch.query(8) == []
+        assert len(pool.pool_ids) == 0
+
+    def test_nothing_labelled(self, tmp_path: Path) -> None:
+        data = PoolDataModule(LabelPool(blobs(30)), val=blobs(20, 1), batch_size=16)
+        with pytest.raises(MisconfigurationException, match="Nothing is labelled yet"):
+            quiet_trainer(monitor(), folder=tmp_path).fit(Net(), datamodule=data)
+
     def test_no_pool(self, tmp_path: Path) -> None:
         watch, _, _ = fitted(tmp_path)
         with pytest.raises(MisconfigurationException, match="no scores of a pool"):
@@ -58,6 +79,9 @@ class TestPool:
             assert len(watch.query(2)) == 2
         if left == 0:
             assert watch.query(2) == []
+            assert watch.scores["pool"]["trust"] == []
+            watch.flagged["pool"].to_csv(tmp_path / "none.csv")
+            assert (tmp_path / "none.csv").read_text() == "id,trust,label,rule,reason,distance,margin\n"
 
     def test_a_part_of_the_pool(self, tmp_path: Path) -> None:
         pool = LabelPool(blobs(200), labelled=range(60))
@@ -139,7 +163,7 @@ class TestPool:
         run = quiet_trainer(watch, Contradict(), folder=tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=1)
         with pytest.warns(UserWarning, match=r"cells hold more confirmed mistakes.*5 samples labelled"):
             run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
-        assert watch.n_refits == 3, "epoch 2 by schedule, epoch 3 by the mistakes, epoch 4 as the last"
+        assert watch.n_refits == 4, "the first validation, epoch 2 by schedule, 3 by the mistakes, 4 as the last"
 
     def test_refuses_what_is_not_a_pool(self) -> None:
         with pytest.raises(MisconfigurationException, match="pool must be a LabelPool"):

@@ -93,13 +93,20 @@ class TestRefit:
 
     def test_schedule_and_last_epoch(self, tmp_path: Path) -> None:
         watch, _, run = fitted(tmp_path, trainer={"max_epochs": 5}, refit_every_n_epochs=2)
-        assert watch.n_refits == 3, "epochs 1 and 3, and the last"
+        assert watch.n_refits == 4, "the first validation, epochs 1 and 3, and the last"
         assert watch.fit_epoch == 4
         assert watch.fit_step == run.global_step
         never = monitor(refit_every_n_epochs=0, head=watch.head)
         quiet_trainer(never, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert never.n_refits == 0
         assert never.head is watch.head
+
+    def test_a_head_that_was_given_is_replaced_in_training(self, tmp_path: Path) -> None:
+        given = TrustHead.fit(torch.randn(60, 16), torch.arange(60) % 3, progress=False)
+        watch, _, _ = fitted(tmp_path, trainer={"max_epochs": 1}, head=given)
+        assert watch.n_refits == 1
+        assert watch.head is not given
+        assert "to keep it, give ``refit_every_n_epochs=0``" in (TrustMonitor.__doc__ or "")
 
     def test_a_monitor_may_be_used_again(self, tmp_path: Path) -> None:
         """Fresh weights reach the same steps again, and want heads of their own."""
@@ -136,7 +143,7 @@ class TestRefit:
         run = quiet_trainer(watch, counter, folder=tmp_path, val_check_interval=0.5)
         run.fit(Net(), train, loader(blobs(20, 1)))
         assert counter.batches == 2 * 6
-        assert watch.n_refits == 2
+        assert watch.n_refits == 3, "the first validation, amid an epoch, and both ends"
 
     def test_a_failed_refit_keeps_the_old_head(self, tmp_path: Path) -> None:
         calls = []

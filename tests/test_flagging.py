@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.flagging import Criteria, Judged, class_values, find_reasons, judge, safety
+from sepc_torch.flagging import Criteria, Judged, class_values, find_reasons, judge, safety, summary
 from sepc_torch.shapes import Array
 from sepc_torch.trust_table import REASONS, TrustTable
 
@@ -119,6 +120,19 @@ class TestReasons:
         assert safety(unsure).tolist() == pytest.approx([0.2, 0.2, 0.2])
 
 
+class TestSummary:
+    def test_the_names_are_always_the_same(self) -> None:
+        trust, reason, yes = torch.ones(3), torch.full((3,), -1), torch.ones(3, dtype=torch.bool)
+        full = summary(trust, reason, yes, yes)
+        assert math.isnan(full["acc_flagged"])
+        assert full["acc_trusted"] == 1.0
+        for n, right in ((3, None), (0, None), (0, yes[:0])):
+            found = summary(trust[:n], reason[:n], right, yes[:n])
+            assert list(found) == list(full)
+            assert math.isnan(found["mean"]) == (n == 0)
+            assert math.isnan(found["acc_trusted"])
+
+
 class TestTable:
     def table(self, rng: Rng, n: int = 30) -> TrustTable:
         columns = {
@@ -158,6 +172,18 @@ class TestTable:
         assert list(frame.columns) == ["id", "trust", "label", "rule", "reason", "margin"]
         assert frame["reason"].tolist() == table["reason"]
         assert "... 20 more" in str(table)
+
+    def test_json_has_no_infinity(self, tmp_path: Path) -> None:
+        columns = {
+            "trust": torch.zeros(2),
+            "distance": torch.tensor([torch.inf, 2.0]),
+            "margin": torch.tensor([torch.nan, 1.5]),
+        }
+        TrustTable.of([4, 5], columns, ["cat"]).to_jsonl(tmp_path / "t.jsonl")
+        rows = [
+            json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "t.jsonl").read_text().splitlines()
+        ]
+        assert {row["id"]: (row["distance"], row["margin"]) for row in rows} == {4: (None, None), 5: (2.0, 1.5)}
 
     def test_what_is_not_there(self, rng: Rng) -> None:
         table = self.table(rng)

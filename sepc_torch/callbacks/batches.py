@@ -54,17 +54,35 @@ def batch_labels(batch: Any, labels: Callable[[Any], Any] | None) -> Int[Tensor,
         found = labels(batch)
         if found is None:
             return None
-        if not isinstance(found, Tensor) or found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-            kind = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        if not _are_labels(found):
             raise MisconfigurationException(
-                f"labels= must return a tensor (batch,) of whole numbers, or None; got {kind}."
+                f"labels= must return a tensor (batch,) of whole numbers, or None; got {_kind(found)}. Convert it, "
+                "such as with .long()."
             )
         return found.detach().to("cpu", torch.int64)
-    if isinstance(batch, (tuple, list)) and len(batch) > 1 and isinstance(batch[1], Tensor):
-        found = batch[1]
-        if found.ndim == 1 and not found.is_floating_point() and found.dtype != torch.bool:
-            return found.detach().to("cpu", torch.int64)
-    return None
+    found = _second(batch)
+    return found.detach().to("cpu", torch.int64) if _are_labels(found) else None
+
+
+def labels_found(batch: Any, labels: Callable[[Any], Any] | None) -> str:
+    """What there is where labels were looked for and none were found, and what to do about it."""
+    found = None if labels is not None else _second(batch)
+    if found is None:
+        return "found none. Say where they are: TrustMonitor(..., labels=lambda batch: batch['label'])."
+    return f"found {_kind(found)}. Convert them: TrustMonitor(..., labels=lambda batch: batch[1].long())."
+
+
+def _second(batch: Any) -> Any:
+    return batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+
+
+def _are_labels(found: Any) -> bool:
+    """Whole numbers, or yes and no."""
+    return isinstance(found, Tensor) and found.ndim == 1 and not found.is_floating_point() and not found.is_complex()
+
+
+def _kind(found: Any) -> str:
+    return f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def batch_ids(batch: Any, ids: Callable[[Any], Any] | str) -> Ids:

@@ -94,11 +94,22 @@ class Capture:
                 f"{self.argument}={self.source!r} gave {counts} rows for a batch of {rows}. One row for each sample is "
                 f"needed: give {self.argument} a function (module, batch) -> tensor."
             )
+        check_widths(self, {value.shape[1:].numel() for value in seen})
         with torch.inference_mode(False), torch.no_grad():
             joined = torch.cat(
                 [value.detach().flatten(1) if value.ndim > 1 else value.detach()[:, None] for value in seen]
             ).clone()
             return joined if joined.dtype == torch.float64 else joined.float()
+
+
+def check_widths(capture: Capture, widths: set[int]) -> None:
+    """Every sample must have equally many features."""
+    if len(widths) > 1:
+        raise MisconfigurationException(
+            f"{capture.argument}={capture.source!r} gave {' and '.join(map(str, sorted(widths)))} features for "
+            "different samples. One vector per sample, always of the same length, is needed: give "
+            f"{capture.argument} a function, such as lambda module, batch: module.encoder(batch[0]).mean(dim=1)."
+        )
 
 
 def read_all(captures: dict[str, Capture], module: Any, batch: Any, rows: int) -> dict[str, Tensor]:

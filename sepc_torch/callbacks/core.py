@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from sepc_torch import storage
-from sepc_torch.active import Candidates, choose
+from sepc_torch.active import Candidates, LabelPool, choose
 from sepc_torch.active.querying import BETA, NOVEL_SHARE
 from sepc_torch.active.selection import Method
 from sepc_torch.callbacks import settings
@@ -21,8 +23,8 @@ from sepc_torch.callbacks.functions import Functions
 from sepc_torch.callbacks.gathering import on_rank_zero
 from sepc_torch.callbacks.keeping import HeadKeeper
 from sepc_torch.callbacks.lightning_names import MisconfigurationException
-from sepc_torch.callbacks.pooling import PoolScores, find_pool, label_pool
-from sepc_torch.callbacks.recording import Found, StageRecords, StageTables, conclude
+from sepc_torch.callbacks.pooling import PoolScores, find_pool, has_pool, label_pool
+from sepc_torch.callbacks.recording import Found, StageRecords, StageTables, conclude, undefined
 from sepc_torch.callbacks.refitting import fit_rows, fit_samples, is_augmented
 from sepc_torch.flagging import Criteria, Head, Judged
 from sepc_torch.inputs import count
@@ -33,6 +35,12 @@ from sepc_torch.trust_table import TrustTable
 # What spawned processes leave behind for the main one, beside the tables.
 _SNAPSHOT = "monitor.pt"
 _SHORT = {"validate": "val", "test": "test", "predict": "predict"}
+
+
+def pool_numbers(numbers: Mapping[str, float], seconds: float = math.nan) -> dict[str, float]:
+    """The numbers of the pool by their logged names; it has no labels, and so no accuracy."""
+    named = {f"pool_{name}": value for name, value in numbers.items() if not name.startswith("acc_")}
+    return {**named, "pool_seconds": seconds}
 
 
 class MonitorCore:
@@ -51,7 +59,7 @@ class MonitorCore:
         max_fit_per_class: int | None = 2000,
         pool: Any = None,
         max_pool: int | None = None,
-        threshold: float | None = Criteria.threshold,
+        threshold: float | None = settings.UNSET_THRESHOLD,
         flag_fraction: float | None = None,
         reasons: Collection[str] = Criteria.reasons,
         min_margin: float = Criteria.min_margin,
@@ -71,6 +79,11 @@ class MonitorCore:
         settings.check_head(head)
         settings.check_fit(fit)
         settings.check_functions(inputs=inputs, labels=labels, on_flag=on_flag)
+        settings.check_ids(ids)
+        settings.check_data("fit_data", fit_data, (DataLoader,), "a data set with a length and an index, a loader,")
+        settings.check_data(
+            "pool", pool, (DataLoader, LabelPool), "a LabelPool, a data set with a length and an index, a loader,"
+        )
         self.criteria = settings.criteria(
             threshold, flag_fraction, reasons, min_margin=min_margin, novel_distance=novel_distance
         )
@@ -90,7 +103,7 @@ class MonitorCore:
         self.dirpath: Path | None = settings.check_folder(dirpath)
         self.fit_data = fit_data
         self.pool = pool
-        self.prefix = prefix
+        self.prefix = settings.check_prefix(prefix)
         self.flagged, self.scores = StageTables(), StageTables()
         self.disjuncts: tuple[SmallDisjunct, ...] = ()
         self._functions = Functions(inputs, labels, ids, fit, on_flag)
@@ -101,6 +114,7 @@ class MonitorCore:
         self._pool_scores = PoolScores()
         self._records = StageRecords(self._captures, self._functions)
         self._pending: dict[str, float] = {}
+        self._pool_numbers = pool_numbers(undefined())
         self._augmentation_checked = False
         self._tried_step = -1
 
@@ -130,16 +144,17 @@ class MonitorCore:
         """Ids of k samples of the pool to label next: ambiguous ones, spread out, and a few that are new.
 
         The same on every process. With ``logits`` the network says what is ambiguous, which is better while labels are
-        few: a head of fewer than some twenty samples a class knows little. See :func:`~sepc_torch.active.choose`.
+        few: a head of fewer than some twenty samples a class knows little. Samples that a ``LabelPool`` got a label for
+        since the last scores are not asked for again. See :func:`~sepc_torch.active.choose`.
         """
         k = count(k, "k", least=1)
-        rows = self._pool_scores.rows
+        rows = self._pool_scores.waiting()
         if rows is None:
             raise MisconfigurationException(
                 "There are no scores of a pool to choose from. Give TrustMonitor(pool=...) or a data module with "
                 "pool_dataloader(), and fit; the pool is scored after every refit."
             )
-        if not rows:
+        if not rows or len(rows["id"]) == 0:
             return []
         if k > len(rows["id"]):
             warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} asked for.", stacklevel=2)
@@ -168,8 +183,11 @@ class MonitorCore:
         for capture in self._captures.values():
             capture.detach()
 
-    def _maybe_refit(self, trainer: Any, module: Any) -> None:
-        """Refit if this epoch is due, or too many answers contradict the head; once for the same weights."""
+    def _maybe_refit(self, trainer: Any, module: Any, *, first: bool = False) -> None:
+        """Refit if this epoch is due, or too many answers contradict the head; once for the same weights.
+
+        ``first`` is to fit without waiting for the end of an epoch, for there is no head to validate with.
+        """
         every, epoch, step = self.refit_every_n_epochs, int(trainer.current_epoch), int(trainer.global_step)
         if not every or step == self._tried_step:
             return
@@ -182,7 +200,7 @@ class MonitorCore:
                 f"labelled {worst.predicted} turned out to be mostly {worst.true[0]}. The head is fitted again.",
                 stacklevel=2,
             )
-        if (epoch + 1) % every == 0 or epoch + 1 == trainer.max_epochs or self.disjuncts:
+        if first or (epoch + 1) % every == 0 or epoch + 1 == trainer.max_epochs or self.disjuncts:
             self._refit(trainer, module)
 
     def _refit(self, trainer: Any, module: Any) -> None:
@@ -202,12 +220,20 @@ class MonitorCore:
         )
         keeper = self._keeper
         fitted = keeper.refit(trainer, module, rows, functions.fit, stop=self.refit_errors == "raise")
-        self._pending |= {"refits": float(keeper.refits), "refit_failures": float(keeper.failures)}
+        self._pending |= self._refit_numbers()
         if fitted:
-            self._pending |= {"refit_seconds": keeper.seconds, "small_disjuncts": float(len(self.disjuncts))}
             self._score_pool(trainer, module)
             if self.dirpath is not None and not trainer.fast_dev_run:
                 on_rank_zero(trainer, f"writing to {self.dirpath}", self._write_snapshot)
+
+    def _refit_numbers(self) -> dict[str, float]:
+        keeper = self._keeper
+        return {
+            "refits": float(keeper.refits),
+            "refit_failures": float(keeper.failures),
+            "refit_seconds": keeper.seconds,
+            "small_disjuncts": float(len(self.disjuncts)),
+        }
 
     def _check_augmentation(self, trainer: Any, module: Any, dataset: Any) -> None:
         if self._augmentation_checked:
@@ -226,10 +252,19 @@ class MonitorCore:
             return
         head = self._keeper.on(module.device)
         rows = self._pool_scores.score(
-            trainer, module, source, head, self._captures, self._functions.inputs, self.max_pool
+            trainer,
+            module,
+            source,
+            head,
+            self._captures,
+            self._functions.inputs,
+            self.max_pool,
+            label_pool(trainer, module, self.pool),
         )
         found = conclude(rows, [], head, self.criteria, "logits" in self._captures)
-        self._pending |= self._publish(trainer, "pool", found) | {"pool_seconds": self._pool_scores.seconds}
+        self._publish(trainer, "pool", found)
+        self._pool_numbers = pool_numbers(found.numbers, self._pool_scores.seconds)
+        self._pending |= self._pool_numbers
 
     def _begin(self, trainer: Any, module: Any, stage: str, loaders: Any) -> None:
         """Begin to record a stage; outside of training there must be a head, of these weights."""
@@ -244,7 +279,8 @@ class MonitorCore:
         if self.head is None:
             raise MisconfigurationException(
                 f"There is no head to {stage} with. Fit first with this monitor, load a checkpoint of such a fit "
-                "(ckpt_path=...), or give TrustMonitor(head=...). Spawned processes hand it back through dirpath=."
+                f"(ckpt_path=...) by a monitor of the same prefix (this one has prefix={self.prefix!r}), or give "
+                "TrustMonitor(head=...). Spawned processes hand it back through dirpath=."
             )
         if self._keeper.is_stale(module) and trainer.is_global_zero:
             warnings.warn(
@@ -260,17 +296,30 @@ class MonitorCore:
         with trainer.precision_plugin.forward_context():  # for functions that run the module
             self._records.add(self._keeper.on(module.device), module, batch, batch_idx, loader)
 
-    def _conclude(self, trainer: Any, stage: str) -> dict[str, float]:
-        """Publish what a stage found; the numbers to log."""
-        if self.head is None or stage not in self.stages or trainer.sanity_checking:
+    def _conclude(self, trainer: Any, module: Any, stage: str) -> dict[str, float]:
+        """Publish what a stage found; the numbers to log, under the same names every time.
+
+        A callback that monitors a name fails where it is missing, so what nothing defines yet is NaN.
+        """
+        fitting = trainer.state.fn == "fit"
+        if trainer.sanity_checking or not (fitting or stage in self.stages):
             return {}
-        found = self._records.finish(trainer, self.head, self.criteria)
         numbers: dict[str, float] = {}
-        for number, each in enumerate(found):
-            name = _SHORT[stage] if len(found) == 1 else f"{_SHORT[stage]}_{number}"
-            numbers |= self._publish(trainer, name, each)
-        if trainer.state.fn == "fit" and self.fit_step >= 0:
-            numbers["partition_age_steps"] = float(int(trainer.global_step) - self.fit_step)
+        many = len(self._records.recorders)
+        names = [_SHORT[stage]] if many == 1 else [f"{_SHORT[stage]}_{number}" for number in range(many)]
+        if stage not in self.stages:
+            pass  # nothing was recorded; when the head was fitted is of interest all the same
+        elif self.head is None:
+            numbers |= {f"{name}_{key}": value for name in names for key, value in undefined().items()}
+        else:
+            for name, each in zip(names, self._records.finish(trainer, self.head, self.criteria), strict=True):
+                numbers |= self._publish(trainer, name, each)
+        if fitting:
+            age = int(trainer.global_step) - self.fit_step
+            numbers["partition_age_steps"] = float(age) if self.fit_step >= 0 else math.nan
+            numbers |= self._refit_numbers()
+            if has_pool(trainer, module, self.pool):
+                numbers |= self._pool_numbers
         return numbers | {"n_ellipsoids": float(self._n_ellipsoids)}
 
     @property
@@ -280,7 +329,7 @@ class MonitorCore:
 
     def _publish(self, trainer: Any, name: str, found: Found) -> dict[str, float]:
         """Tables to attributes, files and the user's function; the numbers by their logged names."""
-        flagged = found.table.where(found.table.columns["reason"] >= 0) if len(found.table) else found.table
+        flagged = found.table.where(found.table.columns["reason"] >= 0)
         self.scores[name], self.flagged[name] = found.table, flagged
         if self.dirpath is not None and not trainer.fast_dev_run:
             on_rank_zero(trainer, f"writing to {self.dirpath}", lambda: self._write(trainer, name, flagged))

@@ -13,6 +13,9 @@ T = TypeVar("T")
 
 Rows = dict[str, Tensor]
 
+# Relative difference up to which two distances may be those of one sample.
+_ROUNDING = 0.05
+
 
 class RankZeroError(RuntimeError):
     """What the main process failed with, raised on every process."""
@@ -67,6 +70,29 @@ def unique_rows(rows: Mapping[str, Tensor], key: str = "id") -> Rows:
     first = torch.ones(len(ids), dtype=torch.bool)
     first[1:] = ids[1:] != ids[:-1]
     return {name: column[order][first] for name, column in rows.items()}
+
+
+def count_repeats(rows: Mapping[str, Tensor], shared_out: bool, key: str = "id") -> int:
+    """Rows whose id stands for another sample too.
+
+    Samplers of several processes repeat samples (``shared_out``); there, only a row with another target or distance
+    than the one before counts. The same sample in another batch differs by rounding, in bfloat16 by a few percent.
+
+    >>> rows = {"id": torch.tensor([2, 0, 2]), "distance": torch.tensor([0.5, 0.6, 0.7])}
+    >>> count_repeats(rows, shared_out=False), count_repeats({**rows, "distance": torch.ones(3)}, shared_out=True)
+    (1, 0)
+    """
+    order = rows[key].argsort(stable=True)
+    ids = rows[key][order]
+    repeated = ids[1:] == ids[:-1]
+    if shared_out:
+        other = torch.zeros_like(repeated)
+        for name in ("target", "distance"):
+            if name in rows:
+                column = rows[name][order].double()
+                other |= ~torch.isclose(column[1:], column[:-1], rtol=_ROUNDING, equal_nan=True)
+        repeated &= other
+    return int(repeated.sum())
 
 
 def on_rank_zero(trainer: Any, what: str, function: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class HeadKeeper:
         self.head = head
         self.fit_epoch, self.fit_step = -1, -1
         self.refits, self.failures = 0, 0
-        self.seconds = 0.0
+        self.seconds = math.nan  # none yet
         self.rows: Rows = {}
         self._weights: Tensor | None = None
 

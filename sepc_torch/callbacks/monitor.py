@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sepc_torch.callbacks.core import MonitorCore
+from sepc_torch.callbacks.core import MonitorCore, pool_numbers
 from sepc_torch.callbacks.lightning_names import CallbackBase, MisconfigurationException
+from sepc_torch.callbacks.recording import undefined
 
 # Strategies that keep only a part of the weights in each process.
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
@@ -25,13 +26,17 @@ class TrustMonitor(MonitorCore, CallbackBase):
     The head is fitted on the weights that are about to be validated and saved, and is part of every checkpoint.
     ``flagged`` and ``scores`` are tables by stage: ``"val"``, ``"test"``, ``"predict"``, ``"pool"``, with several
     loaders ``"val_0"`` and so on. Numbers are logged under ``trust/val_mean``, ``trust/val_flagged_frac``,
-    ``trust/val_acc_trusted`` and the like, and can be monitored.
+    ``trust/val_acc_trusted`` and the like, and can be monitored. The names are always the same; a number is NaN where
+    nothing defines it, such as ``trust/val_acc_flagged`` without a flag, or all of them after a first fit that failed.
+    ``EarlyStopping`` stops at NaN: give it ``check_finite=False`` for those.
 
     Args:
         embed: Name of the submodule whose output is the embedding, or a function (module, batch) -> (B, D).
         head: An :class:`~sepc_torch.SEPC` or :class:`~sepc_torch.TrustHead` to begin with; None to fit one in training.
+            Training replaces it at the first refit: to keep it, give ``refit_every_n_epochs=0``.
         fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head.
-        refit_every_n_epochs: How often to refit; the last epoch always does. 0 is never.
+        refit_every_n_epochs: How often to refit; the last epoch always does, and so does a validation without any head
+            yet. 0 is never.
         fit_data: What to fit to: a data set or loader, without augmentation. By default the pool's labelled samples,
             else the training data set, read in order by a loader of our own.
         max_fit_per_class: At most so many samples of each class.
@@ -42,11 +47,12 @@ class TrustMonitor(MonitorCore, CallbackBase):
         flag_fraction: Instead, flag this share, the least safe.
         reasons: Of ``"ambiguous"``, ``"novel"`` and ``"disagrees"`` (needs ``logits``), those that count.
         min_margin, novel_distance: See :class:`~sepc_torch.flagging.Criteria`.
-        inputs: From a batch to what the module's ``forward`` takes, in our own passes; by default its first entry.
+        inputs: From a batch to what the module's ``forward`` takes, in our own passes; by default its first entry. A
+            tuple is several arguments, a dictionary named ones (``(batch,)`` is one that is a dictionary).
         labels: From a batch to its labels (B,), or None; by default its second entry.
         ids: From a batch to the ids of its samples, or its key. By default the positions in the loader's data set.
         logits: Like ``embed``, for the network's logits; ``""`` is the module's own ``forward``. Trust then judges the
-            network's label instead of the head's.
+            network's label instead of the head's. Column c of the logits is the label c, so labels must be 0 to C - 1.
         stages: Where to judge.
         dirpath: Folder for one file per stage and refit, and for the head.
         file_format: ``"csv"`` or ``"jsonl"``.
@@ -69,6 +75,7 @@ class TrustMonitor(MonitorCore, CallbackBase):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch the module before it first runs: on a compiled one, later hooks are not always called."""
         self._tried_step = -1  # the steps of an earlier run say nothing of these weights
+        self._pool_numbers = pool_numbers(undefined())
         self._attach(pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -114,9 +121,11 @@ class TrustMonitor(MonitorCore, CallbackBase):
     ) -> None:
         """Refit with the weights that are about to be validated: now averaged ones have been swapped in too."""
         self._records.clear()
-        ends_epoch = trainer.state.fn == "fit" and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if batch_idx == 0 and dataloader_idx == 0 and ends_epoch and not trainer.sanity_checking:
-            self._maybe_refit(trainer, pl_module)
+        if trainer.state.fn != "fit" or trainer.sanity_checking or batch_idx or dataloader_idx:
+            return
+        first = self.head is None
+        if first or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._maybe_refit(trainer, pl_module, first=first)
             self._records.clear()
 
     def on_test_batch_start(
@@ -151,15 +160,15 @@ class TrustMonitor(MonitorCore, CallbackBase):
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Conclude, and log what can be monitored."""
-        self._log(trainer, self._conclude(trainer, "validate") | self._pending)
+        self._log(trainer, self._conclude(trainer, pl_module, "validate") | self._pending)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Conclude and log."""
-        self._log(trainer, self._conclude(trainer, "test"))
+        self._log(trainer, self._conclude(trainer, pl_module, "test"))
 
     def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Conclude; Lightning logs nothing while predicting, so the loggers get it directly."""
-        self._log_directly(trainer, self._conclude(trainer, "predict"))
+        self._log_directly(trainer, self._conclude(trainer, pl_module, "predict"))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave no hook behind."""

@@ -5,8 +5,9 @@ The training loader itself is never iterated again: with persistent workers that
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from sepc_torch.callbacks.batches import batch_inputs, batch_rows
-from sepc_torch.callbacks.capture import Capture, OwnPass, read_all
+from sepc_torch.callbacks.capture import Capture, OwnPass, check_widths, read_all
 from sepc_torch.callbacks.gathering import Rows
+from sepc_torch.callbacks.lightning_names import MisconfigurationException
 from sepc_torch.shapes import Int
 
 
@@ -106,6 +108,44 @@ def _announced(owner: str) -> Iterator[None]:
         OwnPass.owner = None
 
 
+def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) -> None:
+    """Run the module's forward; if ``inputs`` returns a tuple it is several arguments, a dictionary named ones."""
+    found = batch_inputs(batch, inputs)
+    args: tuple[Any, ...] = (found,)
+    named: dict[str, Any] = {}
+    if inputs is not None and type(found) is tuple:
+        args = found
+    elif inputs is not None and isinstance(found, Mapping):
+        args, named = (), dict(found)
+    cure = (
+        "Let inputs= return a tuple of all arguments, or a dictionary by name; or give embed= (and logits=) a function "
+        "(module, batch) -> tensor, which needs no forward."
+    )
+    # Checked beforehand, so that an error inside of the user's forward stays what it is.
+    signature = _signature(module)
+    if signature is not None:
+        try:
+            signature.bind(*args, **named)
+        except TypeError as error:
+            raise MisconfigurationException(
+                f"The forward of {type(module).__name__} cannot be called with what "
+                f"{'the first entry of a batch' if inputs is None else 'inputs='} gives: {error}. {cure}"
+            ) from error
+    try:
+        module(*args, **named)
+    except NotImplementedError as error:
+        if type(module).forward.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+            raise MisconfigurationException(f"{type(module).__name__} has no forward of its own. {cure}") from error
+        raise
+
+
+def _signature(module: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):  # compiled or scripted
+        return None
+
+
 def embed_samples(
     trainer: Any,
     module: Any,
@@ -119,6 +159,7 @@ def embed_samples(
     ``each`` gets the batch, the positions of its samples, and the captured rows by name.
     """
     parts: list[Rows] = []
+    widths: dict[str, set[int]] = {name: set() for name in captures}
     plugin = trainer.precision_plugin
     with undisturbed(module), _announced(next(iter(captures.values())).owner):
         for positions, batch in loader:
@@ -127,7 +168,10 @@ def embed_samples(
                 capture.clear()
             with plugin.forward_context():
                 if any(capture.is_hook for capture in captures.values()):
-                    module(batch_inputs(moved, inputs))
+                    run_forward(module, moved, inputs)
                 captured = read_all(captures, module, moved, batch_rows(moved))
+            for name, column in captured.items():
+                widths[name].add(column.shape[1])
+                check_widths(captures[name], widths[name])
             parts.append(each(batch, positions, {name: column.cpu() for name, column in captured.items()}))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}

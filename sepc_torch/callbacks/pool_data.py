@@ -49,6 +49,11 @@ class PoolDataModule(DataModuleBase):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """What is labelled now, shuffled."""
+        if len(self.pool.labelled_ids) == 0:
+            raise MisconfigurationException(
+                "Nothing is labelled yet, so there is nothing to train on. Label some samples first: "
+                "LabelPool(..., labelled=ids), or pool.label(ids, y)."
+            )
         return DataLoader(self.pool.labelled(), shuffle=True, **self.loader_options)
 
     def pool_dataloader(self) -> DataLoader[Any]:

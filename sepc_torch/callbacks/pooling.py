@@ -34,6 +34,14 @@ def find_pool(trainer: Any, module: Any, pool: Any) -> Any:
     return None
 
 
+def has_pool(trainer: Any, module: Any, pool: Any) -> bool:
+    """Whether :func:`find_pool` would find one, without making a loader."""
+    return pool is not None or any(
+        isinstance(getattr(owner, "pool", None), LabelPool) or callable(getattr(owner, "pool_dataloader", None))
+        for owner in (trainer.datamodule, module)
+    )
+
+
 def label_pool(trainer: Any, module: Any, pool: Any) -> LabelPool | None:
     """The pool that keeps record, where there is one."""
     for candidate in (pool, getattr(trainer.datamodule, "pool", None), getattr(module, "pool", None)):
@@ -50,10 +58,11 @@ class PoolScores:
     def __init__(self) -> None:
         self.rows: Rows | None = None
         self.head: Head | None = None
+        self.record: LabelPool | None = None
         self.seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": None, "head": None, "seconds": self.seconds}
+        return {"rows": None, "head": None, "record": None, "seconds": self.seconds}
 
     def score(
         self,
@@ -64,10 +73,17 @@ class PoolScores:
         captures: dict[str, Capture],
         inputs: Callable[[Any], Any] | None,
         limit: int | None,
+        record: LabelPool | None,
     ) -> Rows:
-        """Judge the pool by a head; at most ``limit`` of its samples, others in every step."""
+        """Judge the pool by a head; at most ``limit`` of its samples, others in every step.
+
+        ``record`` says who is labelled, if the samples are its own.
+        """
         begun = time.perf_counter()
-        samples, ids = _part(samples_of(source, "the pool"), limit, int(trainer.global_step))
+        samples = samples_of(source, "the pool")
+        own = record is not None and isinstance(samples.dataset, View) and samples.dataset.dataset is record.eval_view
+        self.record = record if own else None
+        samples, ids = _part(samples, limit, int(trainer.global_step))
 
         def each(_batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
             rows = judged_rows(head, captured["emb"].to(module.device), captured.get("logits"), None)
@@ -80,6 +96,13 @@ class PoolScores:
         self.rows, self.head = rows, head
         self.seconds = time.perf_counter() - begun
         return rows
+
+    def waiting(self) -> Rows | None:
+        """The rows of samples that still wait for a label: some may have got one since they were scored."""
+        if not self.rows or self.record is None:
+            return self.rows
+        waits = torch.isin(self.rows["id"], self.record.pool_ids)
+        return {name: column[waits] for name, column in self.rows.items()}
 
     def disjuncts(self, pool: LabelPool) -> tuple[SmallDisjunct, ...]:
         """Cells in which the samples labelled since the last scores turned out to be mistakes too often.

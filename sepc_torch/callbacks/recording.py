@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 from sepc_torch.callbacks.batches import Ids, batch_ids, batch_labels, batch_rows, loader_list, positions_of
 from sepc_torch.callbacks.capture import Capture, read_all
 from sepc_torch.callbacks.functions import Functions
-from sepc_torch.callbacks.gathering import Rows, gather_rows, gather_text, unique_rows
+from sepc_torch.callbacks.gathering import Rows, count_repeats, gather_rows, gather_text, unique_rows
 from sepc_torch.callbacks.lightning_names import MisconfigurationException
 from sepc_torch.flagging import Criteria, Head, Judged, class_values, find_reasons, in_features, judge, summary
 from sepc_torch.shapes import Float, Int
 from sepc_torch.trust_table import TrustTable
+
+# Labels that an error names.
+_NAMED = 5
 
 
 class Found(NamedTuple):
@@ -38,6 +42,27 @@ class StageTables(dict[str, TrustTable]):
         raise KeyError(f"No samples of {stage!r} were judged yet; there are {', '.join(self) or 'none at all'}.")
 
 
+def network_labels(head: Head, logits: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
+    """The class that the network gives each sample: the column of its largest logit, so columns must be classes."""
+    columns = logits.shape[1]
+    if columns < 2:
+        raise MisconfigurationException(
+            "logits= gives one number for each sample, and one column for each class is needed. If it is the logit of "
+            "the second of two classes, put a zero before it: logits=lambda module, batch: "
+            "torch.nn.functional.pad(module(batch[0]).view(-1, 1), (1, 0))."
+        )
+    values = class_values(head)
+    outside = values[(values < 0) | (values >= columns)].tolist()
+    if outside:
+        raise MisconfigurationException(
+            f"logits= gives {columns} columns, which stand for the classes 0 to {columns - 1}; the head was fitted to "
+            f"labels outside of these: {outside[:_NAMED]}. Number the classes from 0 in the data set, or where labels "
+            "are read: TrustMonitor(..., labels=lambda batch: torch.searchsorted(torch.tensor(classes), "
+            "batch[1].cpu())) with your classes in the order of the columns, ascending."
+        )
+    return logits.argmax(dim=1)
+
+
 def judged_rows(
     head: Head,
     z: Float[Tensor, "B D"],
@@ -45,7 +70,7 @@ def judged_rows(
     target: Int[Tensor, "B"] | None,
 ) -> Rows:
     """A batch's columns, on the CPU."""
-    network = None if logits is None else logits.argmax(dim=1).to(z.device)
+    network = None if logits is None else network_labels(head, logits).to(z.device)
     rows = {name: column.cpu() for name, column in judge(head, z, network)._asdict().items()}
     rows = {name: column.float() if column.is_floating_point() else column.long() for name, column in rows.items()}
     if target is not None:
@@ -82,7 +107,16 @@ class Recorder:
             places = {name: place for place, name in enumerate(sorted(set(names)))}
             rows["id"] = torch.tensor([places[name] for name in names], dtype=torch.int64)
             names = list(places)
-        return (unique_rows(rows) if rows else rows), names
+        if not rows:
+            return rows, names
+        repeats = count_repeats(rows, shared_out=trainer.world_size > 1)
+        if repeats and trainer.is_global_zero:
+            warnings.warn(
+                f"{repeats} of {len(rows['id'])} samples have the id of another one, and only the first of each id is "
+                "judged. Let ids= give every sample an id of its own.",
+                stacklevel=2,
+            )
+        return unique_rows(rows), names
 
 
 class StageRecords:
@@ -116,7 +150,9 @@ class StageRecords:
             if captured["emb"].shape[1] != in_features(head):
                 raise MisconfigurationException(
                     f"Embeddings have {captured['emb'].shape[1]} features, and the head was fitted to "
-                    f"{in_features(head)}. Fit a new one: give no head, and let refit_every_n_epochs be above 0."
+                    f"{in_features(head)}. Fit a new one: give no head, and let refit_every_n_epochs be above 0. If "
+                    "their number changes from batch to batch, give embed a function that returns one vector per "
+                    "sample, always of the same length."
                 )
             labels = batch_labels(batch, self.functions.labels)
             target = labels if labels is not None and len(labels) == n else None
@@ -136,8 +172,7 @@ class StageRecords:
 
 def conclude(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool) -> Found:
     """The table and the numbers of rows that are complete."""
-    if not rows:
-        return Found(TrustTable.of([], {}, head.classes), summary(*_nothing()))
+    rows = rows or _no_rows()
     judged = Judged(**{name: rows[name] for name in Judged._fields})
     values = class_values(head)
     own = torch.where(judged.label >= 0, values[judged.label.clamp_min(0)], -1)
@@ -156,5 +191,14 @@ def conclude(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_n
     return Found(TrustTable.of(ids, shown, head.classes), numbers)
 
 
-def _nothing() -> tuple[Tensor, Tensor, None, Tensor]:
-    return torch.empty(0), torch.empty(0, dtype=torch.int64), None, torch.empty(0, dtype=torch.bool)
+def undefined() -> dict[str, float]:
+    """The numbers of a stage of which nothing was judged, under the names they always have."""
+    return summary(torch.empty(0), torch.empty(0, dtype=torch.int64), None, torch.empty(0, dtype=torch.bool))
+
+
+def _no_rows() -> Rows:
+    """All columns without a row, so that an empty table reads like any other."""
+    codes = ("id", "label", "rule", "network_label")
+    return {
+        name: torch.empty(0, dtype=torch.int64 if name in codes else torch.float32) for name in ("id", *Judged._fields)
+    }

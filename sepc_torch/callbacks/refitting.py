@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from sepc_torch.active import LabelPool
 from sepc_torch.active.pool import View
-from sepc_torch.callbacks.batches import batch_labels, first_tensor
+from sepc_torch.callbacks.batches import batch_labels, first_tensor, labels_found
 from sepc_torch.callbacks.capture import Capture
 from sepc_torch.callbacks.gathering import Rows, gather_rows, on_rank_zero, unique_rows
 from sepc_torch.callbacks.lightning_names import MisconfigurationException
@@ -112,10 +112,11 @@ def fit_rows(
     def each(batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
         target = batch_labels(batch, labels)
         if target is None or len(target) != len(positions):
-            found = "none" if target is None else f"{len(target)} for {len(positions)} samples"
+            found = f"found {0 if target is None else len(target)} for {len(positions)} samples. Give one for each."
+            if target is None:
+                found = labels_found(batch, labels)
             raise MisconfigurationException(
-                f"A batch to fit to needs a whole number for each sample as its label; found {found}. Say where they "
-                "are: TrustMonitor(..., labels=lambda batch: batch['label'])."
+                f"A batch to fit to needs a whole number for each sample as its label; {found}"
             )
         return {"id": positions, "emb": captured["emb"], "target": target}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Collection, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,40 @@ from sepc_torch.sepc import SEPC
 STAGES = ("validate", "test", "predict")
 FORMATS = ("csv", "jsonl")
 POLICIES = ("warn", "raise")
+# Arguments of TrustHead.fit that are not the user's here.
+_OURS = ("embeddings", "labels", "encoder")
 
 
-def criteria(
-    threshold: float | None, flag_fraction: float | None, reasons: Collection[str], **numbers: float
-) -> Criteria:
-    """When to flag; a fraction takes the place of the default threshold."""
-    if flag_fraction is not None and threshold == Criteria.threshold:
+class _Unset(float):
+    """A default that can be told from the same number given by the user."""
+
+
+UNSET_THRESHOLD = _Unset(Criteria.threshold or 0.0)
+
+
+def criteria(threshold: Any, flag_fraction: Any, reasons: Any, **numbers: Any) -> Criteria:
+    """When to flag; a fraction takes the place of a threshold that was not given."""
+    if flag_fraction is not None and threshold is UNSET_THRESHOLD:
         threshold = None
-    if isinstance(reasons, str):
-        reasons = (reasons,)
+    if threshold is UNSET_THRESHOLD:
+        threshold = Criteria.threshold
+    optional = {"threshold": threshold, "flag_fraction": flag_fraction}
+    for name, value in {**optional, **numbers}.items():
+        if not isinstance(value, Real) and not (name in optional and value is None):
+            raise MisconfigurationException(f"{name} must be a number, got {value!r}.")
     try:
-        return Criteria(threshold, flag_fraction, tuple(reasons), **numbers)
+        return Criteria(threshold, flag_fraction, _names("reasons", reasons), **numbers)
     except ValueError as error:
         raise MisconfigurationException(f"TrustMonitor: {error}") from error
+
+
+def _names(name: str, values: Any) -> tuple[Any, ...]:
+    """One name, or several."""
+    if isinstance(values, str):
+        return (values,)
+    if not isinstance(values, Collection):
+        raise MisconfigurationException(f"{name} must be a tuple of names, got {values!r}.")
+    return tuple(values)
 
 
 def check_source(name: str, source: Any) -> None:
@@ -62,6 +84,14 @@ def check_fit(fit: Any) -> None:
             f"fit must be the options of TrustHead.fit as a dictionary, or a function (embeddings, labels) -> head; "
             f"got {fit!r}."
         )
+    if isinstance(fit, Mapping):
+        # What the monitor itself gives is not among them.
+        known = [name for name in inspect.signature(TrustHead.fit).parameters if name not in _OURS]
+        unknown = [name for name in fit if name not in known]
+        if unknown:
+            raise MisconfigurationException(
+                f"fit has {', '.join(map(repr, unknown))}, and TrustHead.fit takes {', '.join(map(repr, known))}."
+            )
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -71,12 +101,36 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
-def check_stages(stages: Collection[str]) -> tuple[str, ...]:
+def check_stages(stages: Any) -> tuple[str, ...]:
     """Some of the stages."""
-    chosen = (stages,) if isinstance(stages, str) else tuple(stages)
+    chosen = _names("stages", stages)
+    if not chosen:
+        raise MisconfigurationException(f"stages is empty; name some of {', '.join(map(repr, STAGES))}.")
     for stage in chosen:
         check_choice("Every entry of stages", stage, STAGES)
     return chosen
+
+
+def check_prefix(prefix: Any) -> str:
+    """A name to log under."""
+    if not isinstance(prefix, str) or not prefix:
+        raise MisconfigurationException(f"prefix must be a text that is not empty, such as 'trust'; got {prefix!r}.")
+    return prefix
+
+
+def check_ids(ids: Any) -> None:
+    """A function, a key, or None."""
+    if ids is not None and not isinstance(ids, str) and not callable(ids):
+        raise MisconfigurationException(
+            f"ids must be a function from a batch to ids, the key of a batch, or None; got {ids!r}."
+        )
+
+
+def check_data(name: str, data: Any, kinds: tuple[type, ...], otherwise: str) -> None:
+    """A data set or loader, or None."""
+    indexable = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, (str, bytes))
+    if data is not None and not indexable and not isinstance(data, kinds):
+        raise MisconfigurationException(f"{name} must be {otherwise} or None, got a {type(data).__name__}.")
 
 
 def check_count(name: str, value: Any, least: int) -> int:
@@ -92,10 +146,12 @@ def check_optional_count(name: str, value: Any, least: int) -> int | None:
     return None if value is None else check_count(name, value, least)
 
 
-def check_folder(dirpath: str | os.PathLike[str] | None) -> Path | None:
+def check_folder(dirpath: Any) -> Path | None:
     """A folder to write to; it is made when needed."""
     if dirpath is None:
         return None
+    if not isinstance(dirpath, str | os.PathLike):
+        raise MisconfigurationException(f"dirpath must be a path or None, got {dirpath!r}.")
     folder = Path(dirpath)
     if folder.exists() and not folder.is_dir():
         raise MisconfigurationException(f"dirpath={str(folder)!r} is a file; name a folder.")
