@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from sepc_torch.layers import RefittedEllipsoid
 from sepc_torch.layers.forms import FlooredForm, Form, PlainForm
 from sepc_torch.layers.implicit import solve
 from sepc_torch.layers.interior import Solution, crossover, interior_point, screened
+from sepc_torch.layers.mve import at_least_one, at_least_zero
 from sepc_torch.layers.whitening import whiten
 
 Rng = np.random.Generator
@@ -294,11 +297,65 @@ def test_threads_do_not_disturb_each_other(rng: Rng, backend: Any) -> None:
         assert torch.equal(together[number], alone[number])
 
 
-def test_second_derivatives_are_refused(rng: Rng) -> None:
-    z = gaussian(rng, 20, 2).requires_grad_()
-    (first,) = torch.autograd.grad(MVELayer(20, 2)(z).center.sum(), z, create_graph=True)
+@pytest.mark.parametrize(
+    "settings", [{}, {"backend": "cvxpylayers"}, {"floor": 100.0}], ids=["native", "cvxpylayers", "ball"]
+)
+def test_second_derivatives_are_refused(rng: Rng, settings: dict[str, Any]) -> None:
+    z, factor = gaussian(rng, 20, 2).requires_grad_(), torch.ones(2, dtype=torch.float64, requires_grad=True)
+    e = MVELayer(20, 2, **settings)(z)
+    for value in (e.distance(z).square().sum(), (factor * e.center).sum()):
+        (first,) = torch.autograd.grad(value, z, create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(first.square().sum(), z, retain_graph=True)
+    # Of anything that the gradient depends on, not of the points alone.
     with pytest.raises(RuntimeError, match="first derivatives only"):
-        first.square().sum().backward()
+        torch.autograd.grad(first.square().sum(), factor)
+
+
+def test_a_graph_of_cvxpylayers_can_be_kept_and_is_freed(rng: Rng) -> None:
+    z = gaussian(rng, 20, 2).requires_grad_()
+    value = MVELayer(20, 2, backend="cvxpylayers")(z).log_volume()
+    first, again = (torch.autograd.grad(value, z, retain_graph=keep)[0] for keep in (True, False))
+    assert torch.equal(first, again)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, z)
+
+
+def test_cvxpylayers_says_nothing_that_a_caller_cannot_change(rng: Rng) -> None:
+    z = gaussian(rng, 20, 2).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MVELayer(20, 2, backend="cvxpylayers")(z).log_volume().backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "cvxpylayers"}, {"floor": 0.1}, {"smoothing": 0.1}])
+def test_a_batch_of_no_sets(settings: dict[str, Any]) -> None:
+    z = torch.zeros(0, 5, 2, requires_grad=True)
+    e = MVELayer(5, 2, **settings)(z)
+    assert e.center.shape == (0, 2)
+    assert e.whitener.shape == (0, 2, 2)
+    e.center.sum().backward()
+    assert z.grad is not None
+
+
+def test_is_not_compiled() -> None:
+    """The solver runs as it is within a compiled function; compiled itself it took 99 s.
+
+    In a process of its own, because the shape checks of the tests cannot be compiled.
+    """
+    code = """
+import torch
+from sepc_torch import MVELayer
+layer, z, graphs = MVELayer(30, 3), torch.randn(30, 3, generator=torch.Generator().manual_seed(1)), []
+def count(graph, inputs):
+    graphs.append(len(graph.graph.nodes))
+    return graph.forward
+compiled = torch.compile(lambda z: 2 * layer(3 * z).log_volume(), backend=count)
+for _ in range(3):
+    torch.testing.assert_close(compiled(z), 2 * layer(3 * z).log_volume())
+assert len(graphs) <= 4 and sum(graphs) < 40, graphs
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("backend", ["native", "cvxpylayers"])
@@ -383,6 +440,45 @@ def test_equal_points_with_a_floor_are_a_ball() -> None:
     torch.testing.assert_close(z.grad, torch.full((5, 3), 0.2).double())
 
 
+def test_a_floor_above_all_points_of_a_large_set_is_a_ball_at_once(rng: Rng) -> None:
+    """These 20000 points took over nine minutes; a tenth of a second is usual."""
+    z = torch.from_numpy(rng.normal(size=(20000, 8))).requires_grad_()
+    began = time.perf_counter()
+    e = MVELayer(20000, 8, floor=7.5)(z)
+    e.center.sum().backward()
+    assert time.perf_counter() - began < 10
+    assert torch.equal(e.whitener, torch.eye(8).double() / 7.5)
+    assert e.distance(z).max() < 1
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad.sum(0), torch.ones(8).double())  # the centre moves with the points
+
+
+@pytest.mark.parametrize("floor", [3.5, 2.5, 1.0])
+def test_a_large_set_on_which_a_floor_acts(rng: Rng, floor: float) -> None:
+    """A floor in all dimensions but one, in some, and in the thinnest."""
+    z = torch.from_numpy(rng.normal(size=(2000, 4)) * np.array([1.5, 1.0, 1.0, 0.3]))
+    e = MVELayer(2000, 4, floor=floor)(z)
+    offline = minimum_volume_ellipsoid(z.numpy(), floor=floor, tol=1e-8)
+    assert float(e.log_volume()) == pytest.approx(offline.log_volume, abs=1e-7)
+    assert float(e.distance(z).max()) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("count", "dim", "room"), [(1, 2, 1.0), (12, 3, 0.5), (40, 2, 1e-2), (9, 4, 1e-4)])
+def test_gradcheck_of_a_ball(rng: Rng, count: int, dim: int, room: float) -> None:
+    """The centre is smooth in all points, and the whitener constant; the room goes down to nearly touching points."""
+    z = gaussian(rng, 2, count, dim)
+    mask = some_mask(rng, 2, count, at_least=1)
+    # A ball as wide as the longest axis covers the ellipsoid, and with it the points.
+    least = MVELayer(count, dim, floor=1e-3)(z, mask)
+    longest = float((1 / torch.linalg.svdvals(least.whitener)).max())
+    layer = MVELayer(count, dim, floor=(1 + room) * longest)
+    e = layer(z, mask)
+    torch.testing.assert_close(e.whitener, torch.eye(dim).double().expand(2, -1, -1) / layer.floor)
+    assert torch.autograd.gradcheck(
+        lambda z: everything(layer(z, mask)), z.requires_grad_(), eps=1e-7, atol=1e-5, fast_mode=True
+    )
+
+
 def circle(count: int) -> Tensor:
     angle = torch.arange(count, dtype=torch.float64) * (2 * torch.pi / count)
     return torch.stack([angle.cos(), angle.sin()], dim=-1)
@@ -456,6 +552,17 @@ def test_overlap_agrees_with_intersects_and_scales(rng: Rng) -> None:
     torch.testing.assert_close(scaled[0].overlap(scaled[1]), torch.zeros(60).double(), atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("ratio", [1e8, 1e-8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_overlap_of_very_different_sizes(ratio: float, dtype: torch.dtype) -> None:
+    """Balls whose centres are 1.27 times the sum of the radii apart; in float32 the maximising s would round to 1."""
+    eye, away = torch.eye(2, dtype=dtype), torch.tensor([1.27 * (1 + ratio), 0.0], dtype=dtype)
+    a, b = RefittedEllipsoid(torch.zeros_like(away), eye), RefittedEllipsoid(away, eye / ratio)
+    for overlap in (a.overlap(b), b.overlap(a)):
+        assert overlap.dtype == dtype
+        assert float(overlap) == pytest.approx(1 - 1.27**2, abs=1e-5)
+
+
 def test_gradcheck_of_distance_and_overlap(rng: Rng) -> None:
     layer = MVELayer(15, 3)
     x, y = (away_from_kinks(lambda: gaussian(rng, 2, 15, 3), None, 1e-5) for _ in range(2))
@@ -485,12 +592,33 @@ def test_refuses_bad_settings(arguments: dict[str, Any], message: str) -> None:
         MVELayer(**arguments)
 
 
+@pytest.mark.parametrize("value", ["3", None, True, 2.0])
+def test_refuses_what_is_no_count(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"points must be a whole number of at least 1, got {value!r}; give"):
+        at_least_one(value, "points")
+
+
+@pytest.mark.parametrize("value", ["0.1", None, [1.0, 2.0]])
+def test_refuses_what_is_no_number(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"floor must be a finite number of at least 0, got .*; give a number"):
+        at_least_zero(value, "floor")
+
+
+def test_refuses_transforms_of_torch_func(rng: Rng) -> None:
+    layer = MVELayer(10, 2)
+    with pytest.raises(RuntimeError, match=r"MVELayer cannot run inside of a transform of torch\.func.*backward\(\)"):
+        torch.func.grad(lambda z: layer(z).log_volume())(gaussian(rng, 10, 2))
+
+
 def test_refuses_bad_points(rng: Rng) -> None:
     layer, z = MVELayer(10, 2), gaussian(rng, 3, 10, 2)
     with pytest.raises(ValueError, match=r"shape \(M, 2\) or \(B, M, 2\) with M from 1 to 10, got \(3, 11, 2\)"):
         layer(gaussian(rng, 3, 11, 2))
     with pytest.raises(ValueError, match=r"no points: leave them out"):
         layer(z, torch.tensor([True, False, True])[:, None].expand(3, 10))
+    for dtype in (torch.int64, torch.float32):  # the layer itself is checked by its annotation while testing
+        with pytest.raises(TypeError, match=rf"mask must be a tensor of torch\.bool.*got {dtype}; .*mask\.bool\(\)"):
+            layer._check(z, torch.ones(3, 10, dtype=dtype))
     z[1, 4, 0] = torch.nan
     with pytest.raises(ValueError, match=r"sets \[1\] of the batch hold NaN or infinity"):
         layer(z)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -92,6 +93,24 @@ def test_dtypes_no_grad_and_state(rng: Rng) -> None:
     assert not layer.state_dict()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         torch.testing.assert_close(other(x, y).c, found.c)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_a_batch_of_no_pairs(cap: float | None) -> None:
+    x, y = torch.zeros(0, 5, 2, requires_grad=True), torch.zeros(0, 4, 2)
+    found = RCHLayer(5, 4, 2, cap)(x, y)
+    assert [tuple(t.shape) for t in found] == [(0, 2), (0, 2), (0, 5), (0, 4)]
+    found.distance().sum().backward()
+
+
+def test_says_nothing_of_third_parties_and_refuses_second_derivatives(rng: Rng) -> None:
+    x, y = pair(rng, 10, 8, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = RCHLayer(10, 8, 2, 0.3)(x.requires_grad_(), y)
+        (first,) = torch.autograd.grad(found.u.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        first.square().sum().backward()
 
 
 def test_hulls_that_meet_are_an_error(rng: Rng) -> None:

@@ -12,7 +12,8 @@ solver's design for every set, working sets and elimination included (``implicit
 have is here: the crossover that takes its answer from a gap of 1e-9 to rounding, without which a gradient has half the
 digits (``interior.crossover``); the derivative (``implicit``); and the same Newton system and step rule over a batch of
 tensors (``interior.interior_point``), for GPUs, where sets one by one would leave the machine idle, and for the
-smoothed and floored programs, which need every point at once (``forms`` holds the dual that they share). Certificates
+smoothed and floored programs, which need every point at once (``forms`` holds the dual that they share; ``balls`` the
+case that a ball of the floor's radius covers everything). Certificates
 are taken anew from the result: no point outside, every point that carries weight on the surface.
 
 ``stated`` states program (2), and ``hulls`` program (4), in cvxpy with the points as parameters, for cvxpylayers (extra

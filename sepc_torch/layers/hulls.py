@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.layers.mve import at_least_one
+from sepc_torch.layers.mve import at_least_one, refuse_transforms
 from sepc_torch.shapes import Float
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class RCHLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch N D"], y: Float[Tensor, "*batch M D"]) -> ClosestPoints:
         """The closest points of the hulls of (N, D) and (M, D), or of B such pairs."""
+        refuse_transforms(type(self).__name__)
         for name, z, count in (("x", x, self.first), ("y", y, self.second)):
             if z.ndim not in (2, 3) or z.shape[-2:] != (count, self.features) or z.shape[:-2] != x.shape[:-2]:
                 raise ValueError(
@@ -101,6 +102,8 @@ class RCHLayer(nn.Module):
         return ClosestPoints(*((t.squeeze(0) if single else t).to(x.device, dtype) for t in found))
 
     def _solve(self, x: Float[Tensor, "B N D"], y: Float[Tensor, "B M D"]) -> ClosestPoints:
+        if len(x) == 0:  # cvxpylayers cannot stack the answers of no pairs
+            return ClosestPoints(x.sum(1), y.sum(1), x.sum(2), y.sum(2))
         # Neither the weights nor the conditions change when both sets are moved and scaled together.
         joint = torch.cat([x, y], dim=1).detach()
         origin = 0.5 * (x.detach().mean(1, keepdim=True) + y.detach().mean(1, keepdim=True))

@@ -31,8 +31,8 @@ from sepc_torch.shapes import Bool, Float
 
 # The gap that the offline solver proves before the crossover: Newton's method then starts with eight digits.
 _OFFLINE_GAP = 1e-9
-# Where no active set passes the certificate (a floor that acts everywhere and no point that touches), the ellipsoid is
-# the one of this barrier parameter, at most M / 2 times this above the minimal log-volume.
+# Where no active set passes the certificate (points that touch a ball of the floor's radius and carry no weight), the
+# ellipsoid is the one of this barrier parameter, at most M / 2 times this above the minimal log-volume.
 _LAST_BARRIER = 1e-9
 # Added to the Hessian, whose diagonal is 1 on the active set; two refinements take out what it changes.
 _RIDGE = 1e-9
@@ -62,7 +62,7 @@ def _in_batch(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B
     if bool(found.solved.all()):
         return found
     left = (~found.solved).nonzero().squeeze(-1)
-    return _replaced(found, left, interior_point(form, y[left], mask[left], _LAST_BARRIER))
+    return _replaced(found, left, screened(form, y[left], mask[left], _LAST_BARRIER))
 
 
 def _replaced(found: Solution, index: Tensor, by: Solution) -> Solution:
@@ -109,21 +109,23 @@ class Multipliers(torch.autograd.Function):
         with torch.no_grad():
             gradient = multipliers_gradient(ctx.form, y, mask, Solution(u, s, mask[:, 0]), grads[0])
         if torch.is_grad_enabled():  # create_graph=True: somebody may ask for the gradient of the gradient
-            gradient = _OnlyOnce.apply(gradient, grads[0], y)  # type: ignore[no-untyped-call]
+            gradient = OnlyOnce.apply(gradient, grads[0], y)  # type: ignore[no-untyped-call]
         return gradient, None, None, None
 
 
-class _OnlyOnce(torch.autograd.Function):
+class OnlyOnce(torch.autograd.Function):
     """The identity in its first argument, as something that depends on the others but cannot be differentiated."""
 
     @staticmethod
     def forward(_ctx: Any, gradient: Tensor, *_sources: Tensor) -> Tensor:
+        """The first argument."""
         return gradient.clone()
 
     @staticmethod
     def backward(_ctx: Any, *_grads: Tensor) -> Any:
+        """Always an error."""
         raise RuntimeError(
-            "An ellipsoid refit has first derivatives only, and this backward pass asks for second ones. Differentiate "
+            "A refit has first derivatives only, and this backward pass asks for second ones. Differentiate "
             "once, without create_graph=True; or take finite differences of the gradient."
         )
 

@@ -35,7 +35,7 @@ _CROSSOVER_ROUNDS = 6
 _ON_SURFACE = 1e-10
 # Regularises the Hessian of supports on which it is singular (a circle, a cube), far above its rounding there.
 _RIDGE = 1e-12
-# Rounds in which points may join the working points before the whole set is taken.
+# Rounds in which points may join the working points before there may be twice as many of them.
 _SCREENING_ROUNDS = 12
 
 
@@ -143,24 +143,27 @@ def _longest(
     return torch.where(steepest < -fraction, -fraction / steepest, torch.ones_like(steepest))
 
 
-def screened(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> Solution:
+def screened(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], mu: float = 0.0) -> Solution:
     """The interior point on the points that may carry weight, which changes nothing: all others are checked.
 
     At most D (D + 3) / 2 points determine an ellipsoid. The working points are the outermost for weights that a few
-    multiplicative steps have improved; those found outside join, until none is.
+    multiplicative steps have improved; those found outside join, until none is. Where that does not end there are twice
+    as many working points, and so on: the time of a step grows with their cube.
     """
     dim = y.shape[-1]
     size = max(48, dim * (dim + 3) // 2 + 2 * dim)
     if y.shape[1] <= 2 * size:
-        return interior_point(form, y, mask)
+        return interior_point(form, y, mask, mu)
     u = mask.to(y.dtype) * (dim / mask.sum(-1, keepdim=True).clamp_min(1))
     for _ in range(4):
         u = u * form(y, mask, u).h
         u = u * (dim / u.sum(-1, keepdim=True))
     score = torch.where(mask, u, torch.full_like(u, -1.0))
-    for _ in range(_SCREENING_ROUNDS):
+    rounds = 0
+    while 2 * size < y.shape[1]:
+        rounds += 1
         working = score.topk(size, -1).indices
-        part = interior_point(form, gather_rows(y, working), mask.gather(1, working))
+        part = interior_point(form, gather_rows(y, working), mask.gather(1, working), mu)
         u = torch.zeros_like(u).scatter(1, working, part.u)
         h = form(y, mask, u).h
         if bool((h.amax(-1) <= 1 + 1e-9).all()):
@@ -168,7 +171,8 @@ def screened(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B 
             return Solution(u, torch.where(mask, s, torch.ones_like(s)), part.solved)
         carries = torch.zeros_like(mask).scatter(1, working, part.u > part.s)
         score = torch.where(mask, h + carries * (h.amax(-1, keepdim=True) + 1), torch.full_like(h, -1.0))
-    return interior_point(form, y, mask)
+        size = 2 * size if rounds % _SCREENING_ROUNDS == 0 else size
+    return interior_point(form, y, mask, mu)
 
 
 def crossover(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], near: Solution) -> Solution:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.layers.mve import Backend, MVELayer, at_least_one
+from sepc_torch.layers.mve import Backend, MVELayer, at_least_one, at_least_zero, refuse_transforms
 from sepc_torch.layers.record import RefittedEllipsoid
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -79,10 +78,8 @@ class EllipsoidLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.classes, self.features = at_least_one(classes, "classes"), at_least_one(features, "features")
-        for name, value in (("volume", volume), ("margin", margin)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
-        self.volume, self.margin, self.through_refit = float(volume), float(margin), through_refit
+        self.volume, self.margin = at_least_zero(volume, "volume"), at_least_zero(margin, "margin")
+        self.through_refit = through_refit
         self.backend: Backend = backend
         self.smoothing = smoothing
         # A thousandth of the unit in which networks keep their embeddings.
@@ -147,10 +144,21 @@ class EllipsoidLoss(nn.Module):
         return [k for k in range(self.classes) if k not in few]
 
     def _check(self, z: Tensor, labels: Tensor) -> None:
+        refuse_transforms(type(self).__name__)
         if z.ndim != 2 or z.shape[1] != self.features or labels.shape != z.shape[:1]:
             raise ValueError(
                 f"Embeddings must have shape (N, {self.features}) and labels (N,), got {tuple(z.shape)} and "
                 f"{tuple(labels.shape)}."
+            )
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise TypeError(
+                f"Labels must be integers from 0 to {self.classes - 1}, got {labels.dtype}; convert them with "
+                "labels.long()."
+            )
+        if not bool(z.isfinite().all()):
+            raise ValueError(
+                "The embeddings hold NaN or infinity. Leave such samples out, or look for a step of training that was "
+                "too long."
             )
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise ValueError(

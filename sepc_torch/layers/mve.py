@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,9 @@ class MVELayer(nn.Module):
             map also of sets whose support is not unique (points on a circle or a cube); the ellipsoid still covers
             every point and its log-volume exceeds the minimum by at most :math:`\tfrac12 M \mu`.
         floor: Least semi-axis :math:`\tau`, native only, as in :func:`~sepc_torch.minimum_volume_ellipsoid`: with one,
-            sets that are flat or hold few points have an ellipsoid too. Without, they are an error.
+            sets that are flat or hold few points have an ellipsoid too. Without, they are an error. Where a ball of
+            that radius covers a set it is the ellipsoid, and its centre, which is then not unique, the analytic centre:
+            a smooth function of all points, so that there points inside have a gradient too.
 
     >>> layer = MVELayer(points=5, features=2)
     >>> z = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [1.5, 1.0]], requires_grad=True)
@@ -68,8 +70,7 @@ class MVELayer(nn.Module):
         if backend not in get_args(Backend):
             raise ValueError(f"backend must be 'native' or 'cvxpylayers', got {backend!r}.")
         for name, value in (("smoothing", smoothing), ("floor", floor)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+            at_least_zero(value, name)
             if value and backend != "native":
                 raise ValueError(f"{name}={value} needs backend='native'; cvxpylayers states the plain program.")
         self.backend: Backend = backend
@@ -91,6 +92,13 @@ class MVELayer(nn.Module):
             z: The points; M may be anything up to ``points``.
             mask: Which of the points exist. What stands in the places of the others, NaN included, changes nothing.
         """
+        if torch.compiler.is_compiling():
+            # Nothing in a solver is worth compiling (99 s for 30 points in 3 dimensions). The decorator would import
+            # torch._dynamo, 2 s, for everyone; here it is imported already.
+            return torch.compiler.disable(self._refit)(z, mask)
+        return self._refit(z, mask)
+
+    def _refit(self, z: Float[Tensor, "*batch M D"], mask: Bool[Tensor, "*batch M"] | None) -> RefittedEllipsoid:
         self._check(z, mask)
         dtype = torch.promote_types(z.dtype, torch.float32)
         batched = z if z.ndim == 3 else z.unsqueeze(0)
@@ -117,6 +125,7 @@ class MVELayer(nn.Module):
         return stated.fit(z, mask, white, self.points)
 
     def _check(self, z: Tensor, mask: Tensor | None) -> None:
+        refuse_transforms(type(self).__name__)
         if not z.is_floating_point():
             raise TypeError(f"Points must be a floating-point tensor, got {z.dtype}; convert them with z.float().")
         if z.ndim not in (2, 3) or not 1 <= z.shape[-2] <= self.points or z.shape[-1] != self.features:
@@ -127,6 +136,11 @@ class MVELayer(nn.Module):
         if mask is not None and mask.shape != z.shape[:-1]:
             raise ValueError(
                 f"The mask of points {tuple(z.shape)} has shape {tuple(z.shape[:-1])}, got {tuple(mask.shape)}."
+            )
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(
+                f"The mask must be a tensor of torch.bool, True where a point exists, got {mask.dtype}; convert it "
+                "with mask.bool()."
             )
 
     def _check_values(self, z: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> None:
@@ -151,9 +165,37 @@ class MVELayer(nn.Module):
         )
 
 
-def at_least_one(value: int, name: str) -> int:
+def at_least_one(value: Any, name: str) -> int:
     """A count, or a clear error."""
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):  # True is an index, but nobody means a count by it
+        raise TypeError(f"{name} must be a whole number of at least 1, got {value!r}; give a number such as 8.")
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}.")
     return number
+
+
+def at_least_zero(value: Any, name: str) -> float:
+    """A finite number that is not negative, or a clear error."""
+    try:
+        number = None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a finite number of at least 0, got {value!r}; give a number such as 0.0.")
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+    return number
+
+
+def refuse_transforms(name: str) -> None:
+    """An error inside of torch.func.grad, vmap and the like, whose tensors have no values to compute with."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{name} cannot run inside of a transform of torch.func (grad, vmap, jacrev and so on): it needs the "
+            "values of the points. Take gradients by backward() or torch.autograd.grad, and give several sets as one "
+            "batch."
+        )

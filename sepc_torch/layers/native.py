@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sepc_torch.layers.balls import BallCenters, covered
 from sepc_torch.layers.forms import FlooredForm, Form, PlainForm, center_and_scatter
 from sepc_torch.layers.implicit import Multipliers, solve
 from sepc_torch.layers.whitening import Whitening
@@ -19,18 +20,45 @@ def fit(
 ) -> Factors:
     """The minimum-volume ellipsoids of all sets; without a floor none may be flat.
 
-    A floor below every semi-axis changes nothing, so that only the sets for which it matters solve the floored program.
+    A floor below every semi-axis changes nothing, so that only the sets for which it matters solve the floored program;
+    and where a ball of its radius covers all points, it is the ellipsoid.
     """
     if floor == 0:
         return _ellipsoids(PlainForm, z, mask, white, smoothing)
+    # In units of the floor its semi-axis is 1; whitening would turn that into another matrix.
+    eye = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+    in_floors = Whitening(white.origin, (eye / floor).expand_as(white.transform), white.flat)
+    if smoothing > 0:
+        return _floored(z, mask, white, in_floors, smoothing, floor)
+    y = in_floors.coordinates(z, mask)
+    round_sets, found = covered(y.detach(), mask)
+    if not bool(round_sets.any()):
+        return _floored(z, mask, white, in_floors, smoothing, floor)
+    balls, others = (which.nonzero().squeeze(-1) for which in (round_sets, ~round_sets))
+    inside = BallCenters.apply(y[balls], mask[balls], found[balls])  # type: ignore[no-untyped-call]
+    center, whitener = _floored(
+        z[others], mask[others], _select(white, others), _select(in_floors, others), smoothing, floor
+    )
+    order = torch.cat([balls, others]).argsort()
+    return (
+        torch.cat([white.origin[balls].squeeze(-2) + floor * inside, center])[order],
+        torch.cat([in_floors.transform[balls], whitener])[order],
+    )
+
+
+def _floored(
+    z: Float[Tensor, "B M D"],
+    mask: Bool[Tensor, "B M"],
+    white: Whitening,
+    in_floors: Whitening,
+    smoothing: float,
+    floor: float,
+) -> Factors:
     spans = (~white.flat).nonzero().squeeze(-1)
     center, whitener = _ellipsoids(PlainForm, z[spans], mask[spans], _select(white, spans), smoothing)
     thick = torch.linalg.matrix_norm(whitener.detach(), ord=2) * floor <= 1 + 1e-9
     kept = spans[thick]
     floored = torch.ones_like(white.flat).index_fill(0, kept, False).nonzero().squeeze(-1)
-    # In units of the floor its semi-axis is 1; whitening would turn that into another matrix.
-    eye = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
-    in_floors = Whitening(white.origin, (eye / floor).expand_as(white.transform), white.flat)
     others = _ellipsoids(FlooredForm, z[floored], mask[floored], _select(in_floors, floored), smoothing)
     order = torch.cat([kept, floored]).argsort()
     return torch.cat([center[thick], others[0]])[order], torch.cat([whitener[thick], others[1]])[order]

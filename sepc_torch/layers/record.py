@@ -62,7 +62,8 @@ class RefittedEllipsoid:
         the test of :func:`sepc_torch.geometry.separation`: positive exactly where the interiors meet. The square root
         of the maximum is the factor by which both would have to be scaled about their centres to touch. :math:`f` is
         concave with one maximum, so that the overlap is smooth in both ellipsoids (at a common centre, where every s is
-        a maximum, its gradient is zero); by the envelope theorem the maximising s counts as a constant.
+        a maximum, its gradient is zero); by the envelope theorem the maximising s counts as a constant. Computed in
+        float64 whatever the dtype: for ellipsoids of very different size s is nearer to 1 than float32 can tell.
 
         >>> a, b = (RefittedEllipsoid(torch.tensor([x, 0.0]), torch.eye(2)) for x in (0.0, 2.0))
         >>> a.overlap(b), a.overlap(a)
@@ -72,26 +73,26 @@ class RefittedEllipsoid:
             raise ValueError(f"The ellipsoids live in {self.dim} and {other.dim} dimensions; both need the same.")
         dtype = torch.promote_types(self.center.dtype, other.center.dtype)
         with torch.autocast(self.center.device.type, enabled=False):
-            w1, w2 = self.whitener.to(dtype), other.whitener.to(dtype)
-            q = w1 @ (other.center - self.center).to(dtype).unsqueeze(-1)
+            w1, w2 = self.whitener.double(), other.whitener.double()
+            q = w1 @ (other.center.double() - self.center.double()).unsqueeze(-1)
             # In coordinates in which the first is the unit ball the second has the whitener X, and
             # f(s) = s (1 - s) |a|^2 with L a = X q, L L^T = s X X^T + (1 - s) I.
             x = torch.linalg.solve_triangular(w1, w2, upper=True, left=False)
             gram, image = x @ x.mT, x @ q
             s = _maximiser(gram.detach(), image.detach())[..., None, None]
-            eye = torch.eye(self.dim, dtype=dtype, device=x.device)
+            eye = torch.eye(self.dim, dtype=x.dtype, device=x.device)
             root = torch.linalg.cholesky(s * gram + (1 - s) * eye)
             a = torch.linalg.solve_triangular(root, image, upper=False)
-            return 1 - (s * (1 - s) * a.square()).sum((-2, -1))
+            return (1 - (s * (1 - s) * a.square()).sum((-2, -1))).to(dtype)
 
 
 def _maximiser(gram: Float[Tensor, "*batch D D"], image: Float[Tensor, "*batch D 1"]) -> Float[Tensor, "*batch"]:
-    r"""The s that maximises :math:`f(s) = s (1 - s) \sum_i p_i^2 / (s \sigma_i + 1 - s)`, in float64.
+    r"""The s that maximises :math:`f(s) = s (1 - s) \sum_i p_i^2 / (s \sigma_i + 1 - s)`.
 
     Here :math:`\sigma` are the eigenvalues of the Gram matrix and p the image in its eigenvectors.
     """
-    sigma, basis = torch.linalg.eigh(gram.double())
-    p2 = (basis.mT @ image.double()).squeeze(-1).square()
+    sigma, basis = torch.linalg.eigh(gram)
+    p2 = (basis.mT @ image).squeeze(-1).square()
     s = torch.full_like(p2[..., 0], 0.5)
     low, high = torch.zeros_like(s), torch.ones_like(s)
     for _ in range(_NEWTON_STEPS):
@@ -103,4 +104,4 @@ def _maximiser(gram: Float[Tensor, "*batch D D"], image: Float[Tensor, "*batch D
         newton = s - slope / curvature
         s = torch.where((newton > low) & (newton < high), newton, 0.5 * (low + high))
     # A common centre has no slope anywhere: any s does.
-    return torch.where(p2.sum(-1) > 0, s, torch.full_like(s, 0.5)).to(gram.dtype)
+    return torch.where(p2.sum(-1) > 0, s, torch.full_like(s, 0.5))

@@ -15,7 +15,9 @@ state dicts. They live in a cache of the thread, one for each size, because a ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cvxpy as cp
@@ -26,6 +28,7 @@ from cvxpylayers.torch import CvxpyLayer
 from scipy.optimize import nnls
 from torch import Tensor
 
+from sepc_torch.layers.implicit import OnlyOnce
 from sepc_torch.layers.whitening import Whitening
 from sepc_torch.shapes import Array, Bool, Float
 
@@ -47,6 +50,8 @@ def fit(
 ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D D"]]:
     """Centres and whiteners of all sets, computed on the CPU and returned to where the points are."""
     dim = z.shape[-1]
+    if len(z) == 0:  # cvxpylayers cannot stack the answers of no sets
+        return z.sum(-2), z.new_zeros(0, dim, dim)
     y = torch.nn.functional.pad(white.coordinates(z, mask).cpu(), (0, 0, 0, points - z.shape[1]))
     entries, b = run(_program(points, dim), [y], "The covering program", f"{points} points x {dim} dims")
     row, column = torch.triu_indices(dim, dim)
@@ -79,19 +84,61 @@ def cached(key: tuple[Any, ...], state: Callable[[], CvxpyLayer]) -> CvxpyLayer:
 
 
 def run(program: CvxpyLayer, parameters: list[Tensor], name: str, size: str, **changes: Any) -> tuple[Tensor, ...]:
-    """Solve a program for a batch of CPU tensors in float64, by SCS; its failure is an error with a remedy."""
+    """Solve a program for a batch of CPU tensors in float64, by SCS; its failure is an error with a remedy.
+
+    The derivative is diffcp's; to differentiate it again is an error.
+    """
     settings: dict[str, Any] = _SOLVER | changes
     mode = settings.pop("mode", "lsqr")
     if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
         # Without gradients diffcp would hand these to SCS, which refuses them.
         settings |= {"mode": mode, "n_jobs_backward": 1}
     try:
-        found: tuple[Tensor, ...] = program(*parameters, solver_args=settings)
+        found: tuple[Tensor, ...] = _Once.apply(  # type: ignore[no-untyped-call]
+            lambda *given: program(*given, solver_args=settings), *parameters
+        )
     except diffcp.SolverError as error:
         raise failure(name, size, str(error)) from error
     if not all(bool(x.isfinite().all()) for x in found):
         raise failure(name, size, "its answer is not finite")
     return found
+
+
+class _Once(torch.autograd.Function):
+    """A stated program with its first derivative; cvxpylayers would give zero for the second, without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Callable[..., tuple[Tensor, ...]], *parameters: Tensor) -> tuple[Tensor, ...]:
+        # Autograd calls this with gradients off, so that the program gets a graph of its own.
+        needed = ctx.needs_input_grad[1:]
+        given = [p.detach().requires_grad_(need) for p, need in zip(parameters, needed, strict=True)]
+        with torch.set_grad_enabled(any(needed)), _without_third_party_warnings():
+            ctx.found = program(*given)
+        ctx.given = [p for p in given if p.requires_grad]
+        ctx.save_for_backward(*parameters)
+        return tuple(x.detach().clone() for x in ctx.found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parameters = ctx.saved_tensors  # an error of torch's own where the graph has been freed
+        with _without_third_party_warnings():
+            # Kept, because a caller with retain_graph=True may come again; it goes with the graph outside.
+            found = torch.autograd.grad(ctx.found, ctx.given, [g.detach() for g in grads], retain_graph=True)
+        if torch.is_grad_enabled():  # create_graph=True: somebody may ask for the gradient of the gradient
+            found = tuple(OnlyOnce.apply(g, *grads, *parameters) for g in found)  # type: ignore[no-untyped-call]
+        left = iter(found)
+        return None, *(next(left) if need else None for need in ctx.needs_input_grad[1:])
+
+
+@contextmanager
+def _without_third_party_warnings() -> Iterator[None]:
+    """Keep quiet what a caller cannot change: cvxpylayers 1.2 calls np.array(tensor), whose __array__ lacks ``copy``.
+
+    Filters are global. Two threads at once may leave this one in place, or see the warning; neither does harm.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
+        yield
 
 
 def failure(name: str, size: str, said: str) -> RuntimeError:
