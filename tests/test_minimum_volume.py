@@ -277,6 +277,27 @@ def test_refuses_bad_parameters(argument: str, value: float) -> None:
         minimum_volume_ellipsoid(np.eye(3), **{argument: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dim", [2, 3, 5])
+def test_a_ball_of_the_floor_is_least_where_it_covers(rng: Rng, dim: int) -> None:
+    """From just above the smallest enclosing ball on, the ellipsoid with that least semi-axis is a ball."""
+    for count in (dim + 2, 50):
+        points = rng.normal(size=(count, dim))
+        # The smallest ball by many small steps to the farthest point.
+        center = points.mean(axis=0)
+        for step in range(20_000):
+            center += (points[np.linalg.norm(points - center, axis=1).argmax()] - center) / (step + 2)
+        radius = float(np.linalg.norm(points - center, axis=1).max())
+        for factor in (1.002, 1.02, 1.3, 10.0):
+            e = minimum_volume_ellipsoid(points, floor=factor * radius)
+            assert e.semi_axes == pytest.approx(np.full(dim, factor * radius), rel=1e-9)
+            assert e.contains(points).all()
+            assert e.gap == 0.0
+            assert e.weights @ points[e.support] == pytest.approx(e.center)
+        below = minimum_volume_ellipsoid(points, floor=0.95 * radius)
+        assert below.semi_axes[0] > 0.95 * radius * (1 + 1e-6)
+        assert below.gap <= 1e-7
+
+
 def test_a_factorisation_that_fails_ends_the_path(rng: Rng) -> None:
     """At its end weights and slacks span float64's range; what was reached before is the answer."""
 

@@ -25,12 +25,15 @@ from sepc_torch.solvers.interior import Objective, interior_point
 from sepc_torch.solvers.newton import Solve, factored_system
 
 _MAX_ROUNDS = 40
+# Enough to tell a covering ball from none to a thousandth of the radius; what is closer is left to the interior point.
+_BALL_STEPS = 1000
 
 
 class FlooredLogDeterminant(Objective):
     r"""The objective :math:`\sum_a \psi(s_a)` as a function of the multipliers; target 1."""
 
     target = 1.0
+    kinked = True  # where an eigenvalue of the scatter passes 1
 
     def __init__(self, z: Float[Array, "M D"]) -> None:
         self.z = z
@@ -87,6 +90,28 @@ def relative_gap(excess: float, rank: int) -> float:
     return float(np.expm1(min(2.0 * excess / rank, 100.0))) * rank / (rank + 1)
 
 
+def _covering_ball(z: Float[Array, "N D"]) -> Float[Array, "N"] | None:
+    """Weights whose mean is the centre of a ball of radius 1 around all points, if steps to the farthest find one.
+
+    No ellipsoid with semi-axes of at least 1 is smaller. There all multipliers vanish, and with them what the interior
+    point steers by. The k-th step leaves the radius within about 1 / k of the smallest (Badoiu and Clarkson).
+    """
+    weights = np.full(len(z), 1.0 / len(z))
+    center = weights @ z
+    for step in range(_BALL_STEPS):
+        squares = np.einsum("ij,ij->i", z - center, z - center)
+        farthest = int(squares.argmax())
+        if squares[farthest] <= 1.0:
+            return weights
+        if squares[farthest] > 4.0:
+            return None  # the smallest ball has at least half the radius of one about any of its points
+        share = 1.0 / (step + 2)
+        weights *= 1.0 - share
+        weights[farthest] += share
+        center += share * (z[farthest] - center)
+    return None
+
+
 def floored_minimum_volume(
     points: Float[Array, "N D"],
     tol: float,
@@ -99,6 +124,12 @@ def floored_minimum_volume(
     dim = points.shape[1]
     origin = weights @ points[support]
     z = (points - origin) / floor
+    ball = _covering_ball(z)
+    if ball is not None:
+        carried = np.flatnonzero(ball)
+        center = origin + floor * (ball @ z)
+        whitener = stretched(np.eye(dim) / floor, points - center)
+        return MinimumVolumeEllipsoid(center, whitener, carried, ball[carried], 0.0, 0.0, rank, floor)
     # A start at the optimum without the floor; the extremes along its thinnest directions are where the floor matters.
     u = np.zeros(len(z))
     u[support] = dim * weights

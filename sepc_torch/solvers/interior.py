@@ -15,6 +15,8 @@ from sepc_torch.shapes import Array, Bool, Float
 from sepc_torch.solvers.newton import Solve
 
 _MAX_STEPS = 60
+# How far, relative to the target, a step across a kink may leave the slacks from what they should be.
+_TRUST = 0.3
 
 
 class Objective(ABC):
@@ -22,6 +24,8 @@ class Objective(ABC):
 
     target: float
     g: Float[Array, "M"]
+    # Whether the gradient has kinks, beyond which a Newton step may end anywhere and has to be shortened.
+    kinked = False
 
     @abstractmethod
     def move(self, u: Float[Array, "M"]) -> None:
@@ -86,12 +90,18 @@ def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float,
         # Close to the solution the full step is safe and makes convergence superlinear.
         fraction = 0.95 if gap > 1e-2 else min(0.9999, max(0.95, 1.0 - mu * len(u) / target))
         primal, dual = _step(u, du, fraction), _step(s, ds, fraction)
+        # At the end of the path the slacks may only get better, or steps go to and fro between the sides of a kink.
+        off = max(float(np.abs(target - g - s).max()), min(_TRUST * target, mu * len(u)))
         for _ in range(40):
             try:
                 objective.move(u + primal * du)
-                break
+                after = float(np.abs(target - objective.g - (s + dual * ds)).max())
+                if not objective.kinked or after <= off:
+                    break
+                dual *= 0.5
             except np.linalg.LinAlgError:
-                primal *= 0.5
+                pass
+            primal *= 0.5
         else:
             break
         u = u + primal * du
