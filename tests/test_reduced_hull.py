@@ -94,10 +94,15 @@ def test_whole_hulls(rng: Rng) -> None:
     assert np.linalg.norm(found.c - found.d) == pytest.approx(2.0)
 
 
-def test_many_ties(rng: Rng) -> None:
+@pytest.mark.parametrize("dim", [6, 14])
+def test_many_ties(rng: Rng, dim: int) -> None:
     """Categorical data: whole groups of points lie at the selection threshold."""
-    x, y = rng.integers(0, 2, size=(400, 6)).astype(float), rng.integers(0, 3, size=(900, 6)).astype(float)
-    assert_optimal(reduced_hull_points(x, y), x, y, 1 / 400)
+    x, y = rng.integers(0, 2, size=(400, dim)).astype(float), rng.integers(0, 3, size=(900, dim)).astype(float)
+    found = reduced_hull_points(x, y)
+    assert_optimal(found, x, y, 1 / 400)
+    # The difference is unique, and as good as arithmetic allows: in another order of the rows it is the same.
+    again = reduced_hull_points(x[rng.permutation(400)], y[rng.permutation(900)])
+    assert again.c - again.d == pytest.approx(found.c - found.d, abs=1e-11)
 
 
 def test_refuses_bad_input(rng: Rng) -> None:

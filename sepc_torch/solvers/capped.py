@@ -23,8 +23,8 @@ _MAX_STEPS = 40
 _PATIENCE = 3
 # Share of the way to the boundary that a step may go.
 _FRACTION = 0.995
-# A weight closer to its bound than this share of the cap is at it.
-_AT_BOUND = 1e-5
+# A weight closer to its bound than this share of the cap is at it; if that leads astray, closer than the second.
+_AT_BOUND = (1e-5, 1e-9)
 # How often free weights that leave the box are put at the bound they crossed.
 _CORRECTIONS = 8
 # Tells noise from rank in the last least-squares problem.
@@ -38,8 +38,10 @@ def nearest_combination(
     sums: Float[Array, "G"],
     cap: float,
     tolerance: float,
-) -> Float[Array, "m"]:
-    """Weights that are feasible and, up to ``tolerance`` in the duality gap or what arithmetic allows, optimal.
+) -> Float[Array, "m"] | None:
+    """Weights that are feasible and optimal to rounding, or None where ties leave open which of them are at a bound.
+
+    A duality gap alone would not do: its square root bounds the error of the combination.
 
     Args:
         points: The points, of both signs if differences of sets are meant.
@@ -47,11 +49,12 @@ def nearest_combination(
         groups: Which group each point belongs to, one column for each group.
         sums: The sum of the weights in each group, more than 0 and less than the cap times its size.
         cap: The largest weight.
-        tolerance: Duality gap at which to stop, in squared units of the points.
+        tolerance: Duality gap at which the interior point stops, in squared units of the points.
     """
     member = groups.astype(np.float64)
     z = _interior_point(points, base, member, sums, cap, tolerance)
-    return _at_bounds(points, base, member, z, cap)
+    attempts = (_at_bounds(points, base, member, z, cap, share * cap) for share in _AT_BOUND)
+    return next((solved for solved in attempts if solved is not None), None)
 
 
 def _interior_point(
@@ -134,14 +137,20 @@ def _step(x: Float[Array, "m"], dx: Float[Array, "m"], room: Float[Array, "m"] |
 
 
 def _at_bounds(
-    points: Float[Array, "m D"], base: Float[Array, "D"], member: Float[Array, "m G"], z: Float[Array, "m"], cap: float
-) -> Float[Array, "m"]:
+    points: Float[Array, "m D"],
+    base: Float[Array, "D"],
+    member: Float[Array, "m G"],
+    z: Float[Array, "m"],
+    cap: float,
+    near: float,
+) -> Float[Array, "m"] | None:
     """Weights clearly at a bound go there, the free ones solve their problem; those that leave the box go to its side.
 
     For weights of sum 0 within each group, differences from the group's mean give the same combination, and the
-    least-squares solution of least norm in these differences has such sums by itself. Where that leads astray, z stays.
+    least-squares solution of least norm in these differences has such sums by itself. Where that leads astray there is
+    no answer.
     """
-    low, high = z < _AT_BOUND * cap, z > (1.0 - _AT_BOUND) * cap
+    low, high = z < near, z > cap - near
     for _ in range(_CORRECTIONS):
         free = ~(low | high)
         sizes = member[free].sum(axis=0)
@@ -161,6 +170,6 @@ def _at_bounds(
         below, above = solved < 0.0, solved > cap
         if not (below | above).any():
             better = np.linalg.norm(base + solved @ points) <= np.linalg.norm(base + z @ points) * (1.0 + 1e-14)
-            return solved if better else z
+            return solved if better else None
         low, high = low | below, high | above
-    return z
+    return None

@@ -12,7 +12,7 @@ cost.
 
 Within the band Wolfe's min-norm-point method needs nothing but the selection and ends after finitely many steps. In
 many dimensions these are many; there an interior point (:mod:`sepc_torch.solvers.capped`) goes first, and Wolfe's
-method stops at once unless rounding or ties misled it.
+method stops at once. Where ties leave the interior point undecided, it has the word alone.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _solve_band(
         points = np.concatenate([first.band, -second.band])
         groups = np.repeat(np.eye(2, dtype=bool), sizes, axis=0)[:, sizes > 0]
         sums = np.array([first.mass, second.mass])[sizes > 0]
-        z = nearest_combination(points, first.base - second.base, groups, sums, first.cap, 0.1 * _GAP * extent)
+        found = nearest_combination(points, first.base - second.base, groups, sums, first.cap, 0.1 * _GAP * extent)
+        z = z if found is None else found
     corral = _Corral(first, second, z[: sizes[0]], z[sizes[0] :])
     corral.descend(extent)
     return corral.weights()
