@@ -182,3 +182,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
     warnings.simplefilter("ignore")
     {"ddp": run_ddp, "spawn": run_spawn, "kill": run_kill}[sys.argv[1]](Path(sys.argv[2]))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the other process may still need this one
+    sys.stderr.flush()
+    # All is written. Gloo's threads now and then outlive the interpreter and would end the process by a signal.
+    os._exit(0)
