@@ -11,8 +11,9 @@ from sepc_torch.bank import EllipsoidBank
 
 pytestmark = pytest.mark.gpu
 Rng = np.random.Generator
-# float32 keeps 1e-7 of the numbers that go in; sums of thousands of products lose a digit of that.
-ACCURACY = 1e-5
+# Numbers are split into 22 bits, 2.4e-7; three such errors, and the rounding of sums, in units of the terms that are
+# summed: where they cancel, in thin ellipsoids seen along them, float32 itself has no more digits.
+ACCURACY = 2e-6
 
 
 def banks(rng: Rng, count: int, dim: int) -> tuple[EllipsoidBank, EllipsoidBank, torch.Tensor]:
@@ -26,9 +27,12 @@ def banks(rng: Rng, count: int, dim: int) -> tuple[EllipsoidBank, EllipsoidBank,
     return fused, exact, z.cuda()
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def error(found: torch.Tensor, exact: EllipsoidBank, z: torch.Tensor) -> float:
+    r"""The largest error of the distances, relative to :math:`\| |W| |z - c| \|`."""
     assert found.isfinite().all()
-    return float(((found - exact).abs() / exact.clamp_min(1e-3)).max())
+    offsets = (z.double()[:, None] - exact.centers).abs()
+    terms = torch.linalg.vector_norm((exact.whiteners.abs() @ offsets.unsqueeze(-1)).squeeze(-1), dim=2)
+    return float(((found - exact(z.double())).abs() / terms.clamp_min(1e-30)).max())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def test_as_accurate_as_float32(rng: Rng, count: int, dim: int) -> None:
     fused, exact, z = banks(rng, count, dim)
     for rows in (1, 17, 500):
         torch.full((rows * count,), torch.nan, device="cuda")  # what the allocator hands out next is poisoned
-        assert error(fused(z[:rows]), exact(z[:rows].double())) < ACCURACY
+        assert error(fused(z[:rows]), exact, z[:rows]) < ACCURACY
     assert fused(z[:0]).shape == (0, count)
 
 
@@ -47,7 +51,7 @@ def test_on_the_surface(rng: Rng) -> None:
     u = torch.from_numpy(rng.normal(size=(20, 12))).cuda()
     u /= u.norm(dim=1, keepdim=True)
     z = (exact.centers + torch.linalg.solve(exact.whiteners, u)).float()
-    assert error(fused(z).diagonal()[:, None], exact(z.double()).diagonal()[:, None]) < ACCURACY
+    assert error(fused(z), exact, z) < ACCURACY
 
 
 def test_strides_and_narrow_input(rng: Rng) -> None:
@@ -58,7 +62,7 @@ def test_strides_and_narrow_input(rng: Rng) -> None:
     assert torch.equal(fused(z.T.contiguous().T), fused(z))
     for dtype in (torch.float16, torch.bfloat16):
         narrow = (z / z.abs().max()).to(dtype)
-        assert error(fused(narrow), exact(narrow.double())) < ACCURACY
+        assert error(fused(narrow), exact, narrow) < ACCURACY
         with torch.autocast("cuda", dtype=dtype):
             assert fused(z).dtype == torch.float32
             assert torch.equal(fused(z), fused(z))
@@ -99,7 +103,7 @@ def test_is_the_choice_on_cuda_and_follows_the_bank(rng: Rng) -> None:
     auto.load_state_dict(second.state_dict())
     assert torch.equal(auto(z), second(z))
     assert auto.double()._split is None
-    assert error(auto(z.double()), exact(z.double())) < 1e-9
+    assert error(auto(z.double()), exact, z) < 1e-9
     plain = EllipsoidBank(first.offsets, first.whiteners, first.origin, kernel="torch")
     assert plain._split is None
 
