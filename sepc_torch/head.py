@@ -3,15 +3,17 @@ r"""A trust head for the embeddings of a neural network: normalise, project, par
 ::
 
     head = TrustHead.fit(embeddings, labels)        # arrays or tensors, or a DataLoader and the encoder
+    head.calibrate(held_out, their_labels, their_logits)
     out = head(encoder(x), logits=classifier(encoder(x)))
-    out.network_trust                               # how far to trust the network's own label
+    out.network_trust                               # the paper's trust: which training points vouch for the label
+    out.confidence, out.joint, out.accept           # the probability that it is right; right and known; good enough?
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -19,17 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch import storage
+from sepc_torch.bank import at_least_float32
+from sepc_torch.calibration import Acceptance, Calibrated, Calibration
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
+from sepc_torch.embedding import gather
+from sepc_torch.evidence import Evidence, fit_evidence, pieces_of, with_softmax
 from sepc_torch.explaining import Explanation
-from sepc_torch.inputs import count, training_set
+from sepc_torch.inputs import check_choice, count, label_array, numeric_points, training_set
 from sepc_torch.prediction import Prediction
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, fit_projection
 from sepc_torch.sepc import SEPC, NanPolicy, Nearest, resize_buffers
-from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.shapes import Array, Bool, Float, Int
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
 _MOST_DIMENSIONS = 32
+# Training points kept to measure how near the next one is: 4 MB of 64 features. More told little more.
+_WITNESSES = 16384
+# Ordinary points that a freshly calibrated head refuses.
+_FLAG_RATE = 0.05
+# Calibration points that can be split in two halves which still say something.
+_LEAST_CALIBRATION = 20
 # Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
 _FEW_DIMENSIONS = 4
 
@@ -38,13 +50,22 @@ class HeadPrediction(NamedTuple):
     """What the head says of a batch; every field is a tensor (B,).
 
     The first seven are those of :class:`~sepc_torch.Prediction`, for the head's own label. The others judge the
-    network's label in the same place; without logits or labels they repeat the head's own.
+    network's label in the same place; without logits or labels they judge the head's own.
+
+    Before :meth:`TrustHead.calibrate` the confidence only ranks, p-values, strangeness and joint are NaN, and nothing
+    is accepted.
 
     Attributes:
         label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
         network_label: The label the network gave.
         network_trust: Trust in that label.
         network_margin: Distance to the nearest ellipsoid of another class over that to the nearest of the network's.
+        confidence: The probability that the label is right, if the point is of a known kind.
+        p_value: How often an ordinary point is as strange as this one: at most u with probability at most u.
+        class_p_value: The same among the points of the label's class.
+        strangeness: What the p-values rank, larger is stranger; no ties far from the training points.
+        joint: The probability that the label is right *and* the point of a known kind.
+        accept: Whether the joint score reaches the threshold of :meth:`TrustHead.accept_at`.
     """
 
     label: Int[Tensor, "B"]
@@ -57,6 +78,12 @@ class HeadPrediction(NamedTuple):
     network_label: Int[Tensor, "B"]
     network_trust: Float[Tensor, "B"]
     network_margin: Float[Tensor, "B"]
+    confidence: Float[Tensor, "B"]
+    p_value: Float[Tensor, "B"]
+    class_p_value: Float[Tensor, "B"]
+    strangeness: Float[Tensor, "B"]
+    joint: Float[Tensor, "B"]
+    accept: Bool[Tensor, "B"]
 
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Tensor:
         """Which of the network's labels to refuse: low trust in them, or a point outside every ellipsoid."""
@@ -77,10 +104,12 @@ class TrustHead(nn.Module):
     ([0, 1], [True, False])
     """
 
-    def __init__(self, projection: Projection, sepc: SEPC) -> None:
+    def __init__(self, projection: Projection, sepc: SEPC, evidence: Evidence | None = None) -> None:
         super().__init__()
         self.projection = projection
         self.sepc = sepc
+        self.evidence = evidence
+        self.calibration = None if evidence is None else Calibration(evidence.names, evidence.kinds)
 
     @classmethod
     def fit(
@@ -95,6 +124,7 @@ class TrustHead(nn.Module):
         max_impure: int | None = None,
         nearest: Nearest = "mahalanobis",
         nan_policy: NanPolicy = "raise",
+        witnesses: int = _WITNESSES,
         floor: float = DEFAULT_FLOOR,
         solver: str = "native",
         n_jobs: int | None = None,
@@ -118,6 +148,8 @@ class TrustHead(nn.Module):
                 least 2.
             nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
             nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros.
+            witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest.
+                With 0 it keeps none of them, and confidence and strangeness rest on the regions alone.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
             n_jobs: Processes, as in joblib.
@@ -128,9 +160,9 @@ class TrustHead(nn.Module):
 
         if normalize not in ("l2", "standardize", None):
             raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
-        if projection not in get_args(Method):
-            raise ValueError(f"projection must be 'pca' or 'lda', got {projection!r}.")
-        embeddings, labels = _gather(embeddings, labels, encoder)
+        check_choice("projection", projection, get_args(Method))
+        witnesses = count(witnesses, "witnesses")
+        embeddings, labels = gather(embeddings, labels, encoder)
         data = training_set(embeddings, labels, classes, least_per_class=1)
         sizes = np.bincount(data.codes)
         features = data.points.shape[1]
@@ -170,7 +202,8 @@ class TrustHead(nn.Module):
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-        return cls(project, sepc)
+        pieces = pieces_of(part, points, data.codes)
+        return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, witnesses))
 
     @property
     def classes(self) -> list[Any]:
@@ -180,23 +213,125 @@ class TrustHead(nn.Module):
     @property
     def in_features(self) -> int:
         """Number of features D of the embeddings."""
-        return self.projection.shift.shape[0]
+        return self.projection.in_features
 
     def forward(self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> HeadPrediction:
         """Judge a batch of embeddings (B, D), and the network's labels for them where given as logits or as indices."""
         if logits is not None and labels is not None:
             raise ValueError("Give logits or labels, not both: each says what the network predicted.")
         if logits is not None:
-            if logits.shape != (z.shape[0], len(self.classes)):
-                raise ValueError(
-                    f"logits must have shape {(z.shape[0], len(self.classes))}, a column for each class, "
-                    f"got {tuple(logits.shape)}."
-                )
-            if not torch.compiler.is_compiling() and bool(logits.isnan().any()):
-                raise ValueError("logits hold NaN: the network gave no label there. Drop those rows.")
-            labels = logits.argmax(dim=1)
+            labels = self._check_logits(logits, z.shape[0]).argmax(dim=1)
         own, given = self.sepc.judge(self.projection(z), labels)
-        return HeadPrediction(*own, given.label, given.trust, given.margin)
+        return HeadPrediction(
+            *own, given.label, given.trust, given.margin, *self._calibrated(z, given.label, own.label < 0, logits)
+        )
+
+    def _calibrated(
+        self, z: Tensor, label: Int[Tensor, "B"], bad: Bool[Tensor, "B"], logits: Tensor | None
+    ) -> Calibrated:
+        """What evidence and calibration say of labels; of rows without a distance, nothing good."""
+        if self.evidence is None or self.calibration is None:
+            unknown = torch.full(label.shape, torch.nan, device=label.device)
+            return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
+        label = label.clamp_min(0)
+        facts = self.evidence(z, label)
+        view = self.calibration.own
+        # A head calibrated without logits does not know what softmax is worth.
+        if logits is not None and self.calibration.network.done >= self.calibration.own.done:
+            facts, view = with_softmax(facts, logits, label), self.calibration.network
+        found = self.calibration(view, facts, label)
+        return found._replace(
+            confidence=torch.where(bad, 0.0, found.confidence),
+            joint=torch.where(bad, 0.0, found.joint),
+            accept=found.accept & ~bad,
+        )
+
+    @torch.no_grad()
+    def calibrate(
+        self, embeddings: Any, labels: Any, logits: Any = None, *, hold_out: float = 0.5, seed: int = 0
+    ) -> TrustHead:
+        """Learn how far to believe labels, from points that neither the network nor the head was fitted on.
+
+        After it :attr:`HeadPrediction.confidence` is a probability, there are p-values and joint scores, and the head
+        accepts all but one ordinary point in twenty; :meth:`accept_at` chooses otherwise.
+
+        Args:
+            embeddings: (M, D) of at least 20 points, drawn like those to be judged.
+            labels: Their true labels (M,).
+            logits: The network's logits (M, C). Without them the head's own labels are judged, and softmax is not used.
+            hold_out: The share of the points that is only ranked, for p-values and thresholds; the others fit the
+                confidence. The promises hold because no point does both.
+            seed: For the choice of those.
+        """
+        if self.evidence is None or self.calibration is None:
+            raise RuntimeError("This head has no evidence to calibrate; make it with TrustHead.fit.")
+        if not 0.0 < hold_out < 1.0:
+            raise ValueError(f"hold_out must lie between 0 and 1, both excluded; got {hold_out}.")
+        z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
+        codes = self._codes(labels, len(z))
+        if len(z) < _LEAST_CALIBRATION:
+            raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {_LEAST_CALIBRATION}.")
+        own = self.sepc(self.projection(z)).label
+        if bool((own < 0).any()):
+            raise ValueError(f"Row {int((own < 0).nonzero()[0])} of embeddings has no direction; leave it out.")
+        facts = {"own": self.evidence(z, own)}
+        right = {"own": own == codes}
+        if logits is not None:
+            logits = torch.as_tensor(logits, device=z.device)
+            label = self._check_logits(logits, len(z)).argmax(dim=1)
+            facts["network"] = with_softmax(self.evidence(z, label), logits, label)
+            right["network"] = label == codes
+        calibration = Calibration(self.evidence.names, self.evidence.kinds)
+        calibration.fit(facts, right, codes, len(self.classes), hold_out, seed)
+        self.calibration = calibration.to(z.device)
+        self.accept_at(flag_rate=_FLAG_RATE)
+        return self
+
+    def accept_at(
+        self, *, risk: float | None = None, delta: float = 0.05, flag_rate: float | None = None
+    ) -> Acceptance:
+        """Set which labels the head accepts, with a promise that holds for every sample size.
+
+        Args:
+            risk: The share of wrong labels among the accepted that is allowed, kept with probability 1 - ``delta``
+                over the calibration points. Where no threshold qualifies nothing is accepted, and ``found`` says so.
+            delta: The probability that the promise about risk may fail.
+            flag_rate: Instead, the share of ordinary points that may be refused.
+
+        Returns:
+            The threshold and what it does to the calibration points that were held out. It judges the network's labels
+            where logits were given to :meth:`calibrate`, else the head's own.
+        """
+        if self.calibration is None or not self.calibration.done:
+            raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
+        if (risk is None) == (flag_rate is None):
+            raise ValueError("Give risk or flag_rate, one of them.")
+        own = self.calibration.own.accept(risk, delta, flag_rate)
+        return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
+
+    def _check_logits(self, logits: Tensor, points: int) -> Tensor:
+        if logits.shape != (points, len(self.classes)):
+            raise ValueError(
+                f"logits must have shape {(points, len(self.classes))}, a column for each class, "
+                f"got {tuple(logits.shape)}."
+            )
+        if not torch.compiler.is_compiling() and bool(logits.isnan().any()):
+            raise ValueError("logits hold NaN: the network gave no label there. Drop those rows.")
+        return logits
+
+    def _codes(self, labels: Any, points: int) -> Int[Tensor, "M"]:
+        """Labels as indices into the classes, or a clear error."""
+        given = label_array(labels, "labels")
+        if given.shape != (points,):
+            raise ValueError(f"{points} embeddings need {points} labels, got {given.shape}.")
+        place = {label: code for code, label in enumerate(self.classes)}
+        strangers = sorted({repr(label) for label in given.tolist() if label not in place})
+        if strangers:
+            raise ValueError(
+                f"The head was not fitted on the labels {', '.join(strangers[:5])}; leave such points out: what is "
+                "unknown cannot calibrate."
+            )
+        return torch.tensor([place[label] for label in given.tolist()], device=self.sepc.codes.device)
 
     @torch.no_grad()
     def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
@@ -211,7 +346,7 @@ class TrustHead(nn.Module):
         return self.sepc.predict(self.projection(self.sepc.as_tensor(z)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the head to a safetensors file: no pickle, no training point."""
+        """Write the head to a safetensors file: no pickle, and no training point but the witnesses."""
         state = self.state_dict()
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
         storage.write(path, "trust_head", arrays, {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()})
@@ -224,8 +359,16 @@ class TrustHead(nn.Module):
         projection = Projection(
             tensors["projection.shift"], tensors["projection.matrix"], unit_length=metadata["unit_length"]
         )
-        inner = {name.removeprefix("sepc."): tensor for name, tensor in tensors.items() if name.startswith("sepc.")}
-        return cls(projection, SEPC.from_tensors(inner, metadata["sepc"])).to(device)
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        evidence = Evidence.from_tensors(part("evidence.")) if "evidence.polar.shift" in tensors else None
+        head = cls(projection, SEPC.from_tensors(part("sepc."), metadata["sepc"]), evidence)
+        if head.calibration is not None:
+            resize_buffers(head.calibration, part("calibration."), "")
+            head.calibration.load_state_dict(part("calibration."))
+        return head.to(device)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Options that no buffer holds."""
@@ -235,58 +378,12 @@ class TrustHead(nn.Module):
         """Take over the options."""
         self.projection.unit_length = bool(state["unit_length"])
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
+        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _gather(embeddings: Any, labels: Any, encoder: Callable[[Any], Tensor] | None) -> tuple[Any, Any]:
-    """Embeddings and labels as given, or collected from batches through the encoder."""
-    is_array = isinstance(embeddings, (Tensor, np.ndarray, list, tuple)) or hasattr(embeddings, "columns")
-    if encoder is None:
-        if not is_array:
-            raise TypeError(
-                f"embeddings must be an array or a tensor, got {type(embeddings).__name__}; batches need an encoder."
-            )
-        if labels is None:
-            raise ValueError("labels are missing; only batches with an encoder bring their own.")
-        return embeddings, labels
-    if labels is not None:
-        raise ValueError("With an encoder the batches bring the labels; do not give labels as well.")
-    return _encode(embeddings, encoder)
-
-
-@torch.no_grad()
-def _encode(batches: Iterable[Any], encoder: Callable[[Any], Tensor]) -> tuple[Array, Array]:
-    module = encoder if isinstance(encoder, nn.Module) else None
-    was_training = module is not None and module.training
-    device = next((p.device for p in module.parameters()), None) if module is not None else None
-    found: list[Array] = []
-    labels: list[Array] = []
-    try:
-        if module is not None:
-            module.eval()
-        for batch in batches:
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-                raise TypeError(
-                    f"Every batch must be a pair (inputs, labels), got a {type(batch).__name__}{size}. Wrap it: "
-                    "TrustHead.fit(((b['x'], b['y']) for b in loader), encoder=...)."
-                )
-            inputs, targets = batch
-            z = encoder(inputs.to(device) if device is not None and isinstance(inputs, Tensor) else inputs)
-            if not isinstance(z, Tensor):
-                raise TypeError(
-                    f"The encoder must return a tensor of embeddings, got a {type(z).__name__}; take the right entry."
-                )
-            found.append(z.flatten(1).float().cpu().numpy())
-            labels.append(np.asarray(targets))
-    finally:
-        if module is not None and was_training:
-            module.train()
-    if not found:
-        raise ValueError("The batches are empty: there is nothing to fit.")
-    return np.concatenate(found), np.concatenate(labels)
 
 
 def _default_dim(sizes: Int[Array, "C"], features: int) -> int:

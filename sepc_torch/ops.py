@@ -1,4 +1,4 @@
-r"""The three batched computations of the frozen model, as torch operators.
+r"""The batched computations of the frozen model, as torch operators.
 
 As operators they are opaque to ``torch.compile`` and ``torch.export``: both see one node each, without a graph
 break, while the work inside runs in pieces of a bounded size and may look at the data. Only distances are
@@ -23,7 +23,7 @@ _SECULAR_STEPS = 40
 
 
 @contextmanager
-def _full_precision(z: Tensor) -> Iterator[None]:
+def full_precision(z: Tensor) -> Iterator[None]:
     """Matrix products in the tensor's own precision, whatever autocast and TF32 settings say."""
     before = torch.get_float32_matmul_precision()
     lowered = z.is_cuda and before != "highest"
@@ -37,7 +37,8 @@ def _full_precision(z: Tensor) -> Iterator[None]:
                 torch.set_float32_matmul_precision(before)
 
 
-def _rows_per_piece(like: Tensor, values_per_row: int) -> int:
+def rows_per_piece(like: Tensor, values_per_row: int) -> int:
+    """How many rows of a batch to take at once, for a temporary with so many values a row."""
     budget = CPU_BYTES if like.device.type == "cpu" else GPU_BYTES
     return max(1, budget // (max(values_per_row, 1) * like.element_size()))
 
@@ -51,9 +52,9 @@ def _distances(
     """
     count, dim = z.shape
     out = z.new_empty(count, len(centers))
-    rows = _rows_per_piece(z, len(centers) * dim)
+    rows = rows_per_piece(z, len(centers) * dim)
     transposed = whiteners.mT
-    with _full_precision(z):
+    with full_precision(z):
         for start in range(0, count, rows):
             offsets = z[start : start + rows] - centers[:, None, :]
             whitened = torch.bmm(offsets, transposed)
@@ -78,9 +79,9 @@ def _distances_gradient(
 ) -> Float[Tensor, "B D"]:
     r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; zero at a centre, where there is none."""
     out = torch.empty_like(z)
-    rows = _rows_per_piece(z, centers.numel())
+    rows = rows_per_piece(z, centers.numel())
     factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
-    with _full_precision(z):
+    with full_precision(z):
         for start in range(0, len(z), rows):
             whitened = torch.bmm(z[start : start + rows] - centers[:, None, :], whiteners.mT)
             whitened *= factor[start : start + rows].T.unsqueeze(2)
@@ -107,9 +108,9 @@ def _euclidean_distances(
     """
     out = z.new_zeros(len(z), len(centers))
     index = wanted.nonzero().squeeze(1)
-    rows = _rows_per_piece(z, 4 * centers.numel())
+    rows = rows_per_piece(z, 4 * centers.numel())
     e = semi_axes[:, None, :]
-    with _full_precision(z):
+    with full_precision(z):
         for piece in index.split(rows):
             y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs()
             t = (e * y - e * e).amax(dim=2).clamp_min(0)
@@ -145,7 +146,7 @@ def _region_counts(
     # float32 holds the integers of both products exactly up to 2^24; larger training sets are counted in float64.
     exact = torch.float32 if int(counts.sum()) < 2**24 else torch.float64
     patterns, numbers = cells.to(exact).T.contiguous(), counts.to(exact)
-    rows = _rows_per_piece(patterns, 3 * len(cells))
+    rows = rows_per_piece(patterns, 3 * len(cells))
     for piece in (held > 1).nonzero().squeeze(1).split(rows):
         shared = inside[piece].to(exact) @ patterns
         everywhere = (shared == held[piece].unsqueeze(1)).to(exact)

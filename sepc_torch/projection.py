@@ -13,7 +13,7 @@ from sepc_torch.bank import at_least_float32
 from sepc_torch.inputs import feature_scale
 from sepc_torch.shapes import Array, Float, Int
 
-Normalize = Literal["l2", "standardize"] | None
+Normalize = Literal["l2", "standardize", "polar"] | None
 Method = Literal["pca", "lda"]
 
 # Directions with less than this share of the largest standard deviation hold rounding noise.
@@ -25,29 +25,42 @@ _SHRINKAGE = 1e-3
 class Projection(nn.Module):
     r"""The map :math:`x \mapsto P (\bar x - m)`, with :math:`\bar x = x / \|x\|` if so chosen, from D to R features.
 
-    An embedding of zeros has no direction and becomes NaN, which the head refuses or flags. ``shift`` is :math:`m`
-    (D,), ``matrix`` is :math:`P` (R, D). Computed in at least float32, whatever autocast says.
+    With ``log_length`` the length is not lost: :math:`\log \|x\|` becomes one more feature beside the direction. An
+    embedding of zeros has no direction and becomes NaN, which the head refuses or flags. ``shift`` is :math:`m` (D,),
+    ``matrix`` is :math:`P` (R, D), each with a column for the length where it counts. Computed in at least float32,
+    whatever autocast says.
     """
 
     shift: Tensor
     matrix: Tensor
 
-    def __init__(self, shift: Float[Tensor, "D"], matrix: Float[Tensor, "R D"], *, unit_length: bool) -> None:
+    def __init__(
+        self, shift: Float[Tensor, "D"], matrix: Float[Tensor, "R D"], *, unit_length: bool, log_length: bool = False
+    ) -> None:
         super().__init__()
         self.register_buffer("shift", shift)
         self.register_buffer("matrix", matrix)
         self.unit_length = unit_length
+        self.log_length = log_length
+
+    @property
+    def in_features(self) -> int:
+        """Number of features D of the embeddings."""
+        return self.shift.shape[0] - int(self.log_length)
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
-        if x.dim() != 2 or x.shape[1] != self.shift.shape[0]:
-            raise ValueError(f"embeddings must have shape (points, {self.shift.shape[0]}), got {tuple(x.shape)}.")
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
         dtype = torch.promote_types(x.dtype, self.shift.dtype)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             if self.unit_length:
                 # A zero embedding has no direction: 0 / 0 marks it, so that it is refused and not taken for the mean.
-                x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                x = x / length
+                if self.log_length:
+                    x = torch.cat([x, length.log()], dim=1)
             return (x - self.shift.to(dtype)) @ self.matrix.to(dtype).T
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
@@ -65,11 +78,14 @@ def fit_projection(
     """Learn the projection on at most ``dim`` directions of unit variance from labelled embeddings.
 
     ``"pca"`` keeps the directions of largest variance. ``"lda"`` keeps those in which the class means are farthest
-    apart relative to the spread within classes; there are at most C - 1 of them.
+    apart relative to the spread within classes; there are at most C - 1 of them. ``"polar"`` keeps the direction of an
+    embedding and, as one more feature, the logarithm of its length.
     """
-    if normalize == "l2":
-        length = np.linalg.norm(x, axis=1, keepdims=True)
-        x = x / np.maximum(length, np.finfo(np.float64).tiny)
+    if normalize in ("l2", "polar"):
+        length = np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        x = x / length
+        if normalize == "polar":
+            x = np.hstack([x, np.log(length)])
     mean = x.mean(axis=0)
     centred = x - mean
     unit = np.ones_like(mean)
@@ -81,7 +97,10 @@ def fit_projection(
     # Signs are arbitrary; the largest entry of each direction is made positive so that equal data give equal models.
     rows *= np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])[:, None]
     return Projection(
-        torch.from_numpy(mean).to(dtype), torch.from_numpy(rows / unit).to(dtype), unit_length=normalize == "l2"
+        torch.from_numpy(mean).to(dtype),
+        torch.from_numpy(rows / unit).to(dtype),
+        unit_length=normalize in ("l2", "polar"),
+        log_length=normalize == "polar",
     )
 
 

