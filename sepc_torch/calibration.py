@@ -1,13 +1,12 @@
 r"""From evidence to probabilities: how likely a label is right, how ordinary a point is, and both in one number.
 
-Calibration data are split in two. One half fits what has to be fitted:
+The confidence is :math:`\sigma(w \cdot x + b)` with weights :math:`w \ge 0`, so that more evidence never lowers it. The
+typicality is the share of ordinary points that are as strange; beyond the strangest tenth the share falls
+exponentially, so that it never ends in ties.
 
-- the confidence, :math:`\sigma(w \cdot x + b)` with weights :math:`w \ge 0`, so that more evidence never lowers it;
-- the typicality, the share of ordinary points that are as strange; beyond the strangest tenth the share falls
-  exponentially, so that it never ends in ties.
-
-The other half is only ranked, so that p-values and thresholds keep their promises exactly
-(:mod:`sepc_torch.guarantees`).
+P-values and thresholds promise something about fresh points, and keep it exactly (:mod:`sepc_torch.guarantees`) only if
+what they rank was not fitted to the points they rank it on. So calibration data are split in two: one half fits the
+typicality and the joint score, the other half is only ranked. The confidence promises nothing and is fitted to both.
 """
 
 from __future__ import annotations
@@ -216,7 +215,11 @@ class Acceptance(NamedTuple):
 
 
 class View(nn.Module):
-    """One kind of label to judge, the network's or the head's own: its confidence, ranked points and threshold."""
+    """One kind of label to judge, the network's or the head's own.
+
+    ``confidence`` was fitted to all calibration points, ``ranking`` to half of them; of the other half ``held_joint``
+    are the joint scores and ``held_right`` says which labels are right. ``threshold`` is from where on it accepts.
+    """
 
     held_joint: Tensor
     held_right: Tensor
@@ -225,6 +228,7 @@ class View(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         self.confidence = Confidence(names)
+        self.ranking = Confidence(names)
         self.register_buffer("held_joint", torch.zeros(0))
         self.register_buffer("held_right", torch.zeros(0, dtype=torch.bool))
         self.register_buffer("threshold", torch.tensor(torch.inf))
@@ -302,8 +306,9 @@ class Calibration(nn.Module):
             if name not in facts:
                 continue
             support, correct = facts[name].support.cpu(), right[name].cpu()
-            view.confidence.fit(support[fitted].double().numpy(), correct[fitted].numpy())
-            view.held_joint = joint_score(view.confidence(support[held]), typical)
+            view.confidence.fit(support.double().numpy(), correct.numpy())
+            view.ranking.fit(support[fitted].double().numpy(), correct[fitted].numpy())
+            view.held_joint = joint_score(view.ranking(support[held]), typical)
             view.held_right = correct[held]
 
     def forward(self, view: View, facts: Facts, label: Int[Tensor, "B"]) -> Calibrated:
@@ -313,7 +318,7 @@ class Calibration(nn.Module):
             unknown = torch.full_like(confidence, torch.nan)
             return Calibrated(confidence, unknown, unknown, unknown, unknown, torch.zeros_like(label, dtype=torch.bool))
         strangeness, typical = self.typicality(facts.strangeness)
-        joint = joint_score(confidence, typical)
+        joint = joint_score(view.ranking(facts.support), typical)
         return Calibrated(
             confidence=confidence,
             p_value=p_value_from_sorted(self.held_strangeness, strangeness),

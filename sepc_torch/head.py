@@ -237,7 +237,7 @@ class TrustHead(nn.Module):
         facts = self.evidence(z, label)
         view = self.calibration.own
         # A head calibrated without logits does not know what softmax is worth.
-        if logits is not None and self.calibration.network.done >= self.calibration.own.done:
+        if logits is not None and (self.calibration.network.done or not self.calibration.done):
             facts, view = with_softmax(facts, logits, label), self.calibration.network
         found = self.calibration(view, facts, label)
         return found._replace(
@@ -259,8 +259,8 @@ class TrustHead(nn.Module):
             embeddings: (M, D) of at least 20 points, drawn like those to be judged.
             labels: Their true labels (M,).
             logits: The network's logits (M, C). Without them the head's own labels are judged, and softmax is not used.
-            hold_out: The share of the points that is only ranked, for p-values and thresholds; the others fit the
-                confidence. The promises hold because no point does both.
+            hold_out: The share of the points that is only ranked, for p-values and thresholds; the others fit the joint
+                score. The promises hold because no point does both.
             seed: For the choice of those.
         """
         if self.evidence is None or self.calibration is None:
