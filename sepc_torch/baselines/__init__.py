@@ -52,6 +52,7 @@ def baseline_scores(
         calibration: Logits and labels of samples that trained nothing, for ``scaled_softmax``.
         classifier: Weight and bias of the last layer, for the origin of ``vim``.
 
+    >>> import torch
     >>> generator = torch.Generator().manual_seed(0)
     >>> y = torch.arange(60) % 2
     >>> z = torch.randn(60, 3, generator=generator) + 4.0 * y.unsqueeze(1)
