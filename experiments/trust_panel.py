@@ -189,31 +189,59 @@ def run(case: Case, seeds: list[int], resamples: int) -> list[dict[str, Any]]:
 def bootstrap(case: Case, scores: Scores, seed: int, resamples: int) -> dict[str, dict[str, list[float]]]:
     """Resampled figures of ours less those of each peer, paired: the same rows for all of them."""
     rng = np.random.default_rng([seed, 7])
-    right = tensor(case.test.right)
     names = [name for name in PEERS if name in scores]
     found: dict[str, dict[str, list[float]]] = {}
 
-    def add(question: str, ours: float, theirs: dict[str, float]) -> None:
-        for name, value in theirs.items():
-            found.setdefault(question, {}).setdefault(name, []).append(ours - value)
+    def draw_counts(size: int) -> np.ndarray:
+        return rng.multinomial(size, np.full(size, 1.0 / size), size=resamples)
 
-    for _ in range(resamples):
-        rows = torch.from_numpy(rng.integers(0, len(right), len(right)))
-        area = {name: 1000 * float(aurc(scores[name]["test"][rows], right[rows])) for name in [*names, "confidence"]}
-        add("mistakes", area.pop("confidence"), area)
-        for group in case.unknown:
-            count = len(scores["joint"][group])
-            others = torch.from_numpy(rng.integers(0, count, count))
-            area = {
-                name: float(unknown_auroc(scores[name]["test"][rows], scores[name][group][others]))
-                for name in [*names, "strangeness"]
-            }
-            add(f"unknowns: {group}", area.pop("strangeness"), area)
-            both = {name: joint(case, scores[name], group, seed) for name in [*names, "joint"]}
-            drawn = torch.from_numpy(rng.integers(0, len(both["joint"][0]), len(both["joint"][0])))
-            area = {name: 1000 * joint_area(*(part[drawn] for part in parts)) for name, parts in both.items()}
-            add(f"both: {group}", area.pop("joint"), area)
+    def add(question: str, ours: str, figure: Callable[[str], np.ndarray]) -> None:
+        own = figure(ours)
+        found[question] = {name: (own - figure(name)).tolist() for name in names}
+
+    test = draw_counts(len(case.test.y))
+    wrong = (~case.test.right).astype(float)
+    add("mistakes", "confidence", lambda name: 1000 * resampled_aurc(scores[name]["test"], wrong, test))
+    for group in case.unknown:
+        other = draw_counts(len(scores["joint"][group]))
+        add(
+            f"unknowns: {group}",
+            "strangeness",
+            lambda name, group=group, other=other: resampled_auroc(  # type: ignore[misc]
+                scores[name]["test"], scores[name][group], test, other
+            ),
+        )
+        both = {name: joint(case, scores[name], group, seed) for name in [*names, "joint"]}
+        loss = 0.5 * (~both["joint"][1]).double().numpy()
+        drawn = draw_counts(len(loss))
+        add(
+            f"both: {group}",
+            "joint",
+            lambda name, both=both, loss=loss, drawn=drawn: (
+                1000
+                * resampled_aurc(  # type: ignore[misc]
+                    both[name][0], loss, drawn
+                )
+            ),
+        )
     return found
+
+
+def resampled_aurc(score: Tensor, loss: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The area under the risk of every resample, given how often it holds each row."""
+    order = score.argsort(descending=True, stable=True).numpy()
+    held = counts[:, order]
+    risk = (held * loss[order]).cumsum(axis=1) / np.maximum(held.cumsum(axis=1), 1)
+    return (held * risk).sum(axis=1) / held.sum(axis=1)
+
+
+def resampled_auroc(known: Tensor, unknown: Tensor, counts: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """How often a known row of a resample has more than an unknown one."""
+    order = torch.cat([unknown, known]).argsort(stable=True).numpy()
+    strange = np.hstack([others, np.zeros_like(counts)])[:, order]
+    usual = np.hstack([np.zeros_like(others), counts])[:, order]
+    wins = (usual * strange.cumsum(axis=1)).sum(axis=1)
+    return wins / (counts.sum(axis=1) * others.sum(axis=1))
 
 
 def curves(case: Case, scores: Scores, seed: int) -> dict[str, Any]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sepc_torch.bank import EllipsoidBank as EllipsoidBank
     from sepc_torch.callbacks import PoolDataModule as PoolDataModule
     from sepc_torch.callbacks import TrustMonitor as TrustMonitor
+    from sepc_torch.comparing import compare as compare
+    from sepc_torch.comparison_record import Comparison as Comparison
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "SEPC": "sepc",
+    "Comparison": "comparison_record",
     "Ellipsoid": "ellipsoid",
     "EllipsoidBank": "bank",
     "EllipsoidLoss": "layers",
@@ -60,6 +63,7 @@ _HOME = {
     "TrustHead": "head",
     "TrustMonitor": "callbacks",
     "bayes_trust": "trust",
+    "compare": "comparing",
     "distance_to_ellipsoid": "solvers",
     "ellipsoids_intersect": "solvers",
     "landscape": "overlap",

@@ -66,9 +66,10 @@ class Evidence(nn.Module):
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Evidence:
         """The evidence of a state dict's tensors."""
         bank = EllipsoidBank(*(tensors[f"densities.bank.{name}"] for name in ("offsets", "whiteners", "origin")))
+        polar = {name: tensors[f"polar.{name}"] for name in ("shift", "matrix", "least_length")}
         regions = (tensors[f"densities.{name}"] for name in ("log_weight", "freedom", "codes"))
         return cls(
-            Projection(tensors["polar.shift"], tensors["polar.matrix"], unit_length=True, log_length=True),
+            Projection(**polar, unit_length=True),
             RegionDensities(bank, *regions),
             Projection(tensors["white.shift"], tensors["white.matrix"], unit_length=False),
             Neighbours(tensors["witnesses.points"], tensors["witnesses.codes"]),

@@ -41,7 +41,7 @@ _WITNESSES = 16384
 # Ordinary points that a freshly calibrated head refuses.
 _FLAG_RATE = 0.05
 # Calibration points that can be split in two halves which still say something.
-_LEAST_CALIBRATION = 20
+LEAST_CALIBRATION = 20
 # Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
 _FEW_DIMENSIONS = 4
 
@@ -269,15 +269,15 @@ class TrustHead(nn.Module):
             raise ValueError(f"hold_out must lie between 0 and 1, both excluded; got {hold_out}.")
         z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
         codes = self._codes(labels, len(z))
-        if len(z) < _LEAST_CALIBRATION:
-            raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {_LEAST_CALIBRATION}.")
+        if len(z) < LEAST_CALIBRATION:
+            raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
         if bool((own < 0).any()):
             raise ValueError(f"Row {int((own < 0).nonzero()[0])} of embeddings has no direction; leave it out.")
         facts = {"own": self.evidence(z, own)}
         right = {"own": own == codes}
         if logits is not None:
-            logits = torch.as_tensor(logits, device=z.device)
+            logits = torch.from_numpy(numeric_points(logits, "logits")[0]).to(z.device)
             label = self._check_logits(logits, len(z)).argmax(dim=1)
             facts["network"] = with_softmax(self.evidence(z, label), logits, label)
             right["network"] = label == codes

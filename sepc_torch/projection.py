@@ -18,6 +18,8 @@ Method = Literal["pca", "lda"]
 
 # Directions with less than this share of the largest standard deviation hold rounding noise.
 _NOISE = 1e-6
+# Shorter embeddings than this share of the median length are taken for that long: the logarithm of zero is no number.
+_SHORT = 1e-3
 # Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
 _SHRINKAGE = 1e-3
 
@@ -25,28 +27,34 @@ _SHRINKAGE = 1e-3
 class Projection(nn.Module):
     r"""The map :math:`x \mapsto P (\bar x - m)`, with :math:`\bar x = x / \|x\|` if so chosen, from D to R features.
 
-    With ``log_length`` the length is not lost: :math:`\log \|x\|` becomes one more feature beside the direction. An
-    embedding of zeros has no direction and becomes NaN, which the head refuses or flags. ``shift`` is :math:`m` (D,),
-    ``matrix`` is :math:`P` (R, D), each with a column for the length where it counts. Computed in at least float32,
-    whatever autocast says.
+    An embedding of zeros has no direction and becomes NaN, which the head refuses or flags. With ``least_length`` the
+    length is not lost: :math:`\log \|x\|` becomes one more feature beside the direction, from that length on; of zeros
+    the direction is then zero. ``shift`` is :math:`m` (D,), ``matrix`` is :math:`P` (R, D), each with a column for the
+    length where it counts. Computed in at least float32, whatever autocast says.
     """
 
     shift: Tensor
     matrix: Tensor
+    least_length: Tensor | None
 
     def __init__(
-        self, shift: Float[Tensor, "D"], matrix: Float[Tensor, "R D"], *, unit_length: bool, log_length: bool = False
+        self,
+        shift: Float[Tensor, "D"],
+        matrix: Float[Tensor, "R D"],
+        *,
+        unit_length: bool,
+        least_length: Float[Tensor, ""] | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("shift", shift)
         self.register_buffer("matrix", matrix)
+        self.register_buffer("least_length", least_length)
         self.unit_length = unit_length
-        self.log_length = log_length
 
     @property
     def in_features(self) -> int:
         """Number of features D of the embeddings."""
-        return self.shift.shape[0] - int(self.log_length)
+        return self.shift.shape[0] - int(self.least_length is not None)
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
@@ -58,9 +66,11 @@ class Projection(nn.Module):
             if self.unit_length:
                 # A zero embedding has no direction: 0 / 0 marks it, so that it is refused and not taken for the mean.
                 length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-                x = x / length
-                if self.log_length:
-                    x = torch.cat([x, length.log()], dim=1)
+                if self.least_length is None:
+                    x = x / length
+                else:
+                    length = length.clamp_min(self.least_length.to(dtype))
+                    x = torch.cat([x / length, length.log()], dim=1)
             return (x - self.shift.to(dtype)) @ self.matrix.to(dtype).T
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
@@ -81,8 +91,12 @@ def fit_projection(
     apart relative to the spread within classes; there are at most C - 1 of them. ``"polar"`` keeps the direction of an
     embedding and, as one more feature, the logarithm of its length.
     """
+    least = float(np.finfo(np.float64).tiny)
     if normalize in ("l2", "polar"):
-        length = np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+        length = np.linalg.norm(x, axis=1, keepdims=True)
+        if normalize == "polar":
+            least = max(least, _SHORT * float(np.median(length)))
+        length = np.maximum(length, least)
         x = x / length
         if normalize == "polar":
             x = np.hstack([x, np.log(length)])
@@ -100,7 +114,7 @@ def fit_projection(
         torch.from_numpy(mean).to(dtype),
         torch.from_numpy(rows / unit).to(dtype),
         unit_length=normalize in ("l2", "polar"),
-        log_length=normalize == "polar",
+        least_length=torch.tensor(least, dtype=dtype) if normalize == "polar" else None,
     )
 
 

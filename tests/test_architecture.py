@@ -51,6 +51,8 @@ ORDER = [
     "head",
     "metrics",
     "baselines",
+    "comparison_record",
+    "comparing",
     "layers",
     "estimator",
     "trust_table",

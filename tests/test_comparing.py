@@ -1,0 +1,334 @@
+"""The one-call comparison: its numbers by hand, a planted case, every kind of input, and every error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sepc_torch
+from sepc_torch import Comparison, TrustHead, compare, head, metrics
+from sepc_torch.baselines import baseline_scores
+from sepc_torch.comparing import _TITLES, LEAST_CALIBRATION, _classes_of, _given, _Wanted
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+CLASSES, DIM, TRAIN, TEST = 3, 4, 150, 240
+
+
+@dataclass(frozen=True)
+class Case:
+    """Three classes, a network that errs on a fifth of the rows, and unknown rows between the classes."""
+
+    z: Array
+    y: Array
+    logits: Array
+    test_z: Array
+    test_y: Array
+    test_logits: Array
+    ood: Array
+    ood_logits: Array
+    held_out: tuple[Array, Array, Array]
+
+    @property
+    def five(self) -> tuple[Any, ...]:
+        """The arguments that everybody has."""
+        return self.z, self.y, self.test_z, self.test_y, self.test_logits
+
+
+def draw(rng: Rng, count: int, centers: Array) -> tuple[Array, Array, Array]:
+    y = rng.integers(0, CLASSES, count)
+    z = centers[y] + rng.normal(size=(count, DIM))
+    said = np.where(rng.random(count) < 0.2, (y + 1) % CLASSES, y)
+    return z, y, 3.0 * np.eye(CLASSES)[said] + rng.normal(size=(count, CLASSES))
+
+
+@pytest.fixture
+def case(rng: Rng) -> Case:
+    centers = 5.0 * np.eye(CLASSES, DIM)
+    ood = rng.normal(size=(150, DIM)) - 2.0
+    return Case(*draw(rng, TRAIN, centers), *draw(rng, TEST, centers), ood, ood[:, :3], draw(rng, 150, centers))
+
+
+def quiet(*args: Any, **options: Any) -> Comparison:
+    return compare(*args, show=False, **options)
+
+
+def row(found: Comparison, name: str) -> dict[str, float]:
+    return next(row for row in found.rows if row["score"] == name)
+
+
+def same(a: Comparison, b: Comparison) -> bool:
+    return str(a) == str(b) and all(
+        (x := {k: v for k, v in first.items() if v == v}) == {k: v for k, v in second.items() if v == v} and len(x) > 1
+        for first, second in zip(a.rows, b.rows, strict=True)
+    )
+
+
+def test_numbers_are_those_of_the_metrics(case: Case) -> None:
+    """As many unknown rows as known ones: the joint task takes them all."""
+    known = slice(0, len(case.ood))
+    test_z, test_y, test_logits = case.test_z[known], case.test_y[known], case.test_logits[known]
+    found = quiet(
+        *(case.z, case.y, test_z, test_y, test_logits, case.ood),
+        logits_ood=case.ood_logits,
+        logits_train=case.logits,
+        calibration=case.held_out,
+    )
+    right = torch.from_numpy(test_logits.argmax(axis=1) == test_y)
+    assert found.accuracy == float(right.double().mean())
+    assert found.judged.tolist() == list(range(len(right)))
+    assert found.unknown == len(case.ood)
+
+    trained = TrustHead.fit(case.z, case.y).calibrate(*case.held_out)
+    out = trained(torch.from_numpy(test_z).float(), logits=torch.from_numpy(test_logits))
+    far = trained(torch.from_numpy(case.ood).float(), logits=torch.from_numpy(case.ood_logits))
+    z, y, logits = (torch.from_numpy(a) for a in (case.z, case.y, case.logits))
+    calibration = torch.from_numpy(case.held_out[2]), torch.from_numpy(case.held_out[1])
+    scores = {
+        "SEP-C": ((out.confidence,), (-out.strangeness, -far.strangeness), (out.joint, far.joint)),
+        "SEP-C joint": ((out.joint,), *2 * [(out.joint, far.joint)]),
+        "paper's trust": ((out.network_trust,), *2 * [(out.network_trust, far.network_trust)]),
+        "partition's margin": ((out.network_margin,), *2 * [(out.network_margin, far.network_margin)]),
+    }
+    near, unknown = (
+        baseline_scores(z, y, torch.from_numpy(a), torch.from_numpy(b), logits, calibration)
+        for a, b in ((test_z, test_logits), (case.ood, case.ood_logits))
+    )
+    scores |= {_TITLES[name]: ((near[name],), *2 * [(near[name], unknown[name])]) for name in near}
+    assert set(near) == set(_TITLES)
+    assert [row["score"] for row in found.rows] == list(scores)
+
+    flags = torch.arange(2 * len(right)) >= len(right)
+    for name, (mistakes, typical, joint) in scores.items():
+        expected = {
+            "aurc": metrics.aurc(mistakes[0], right),
+            "naurc": metrics.naurc(mistakes[0], right),
+            "failure_auroc": metrics.failure_auroc(mistakes[0], right),
+            "unknown_auroc": metrics.unknown_auroc(*typical),
+            "fpr95": metrics.fpr95(typical[0], typical[1], positive="known"),
+            "scod_aurc": metrics.scod_aurc(torch.cat(joint), torch.cat([right, ~right]), flags),
+        }
+        got = row(found, name)
+        assert all(type(value) is float for key, value in got.items() if key != "score")
+        for metric, value in expected.items():
+            assert got[metric] == pytest.approx(float(value), abs=1e-6), (name, metric)
+        if name in ("SEP-C", "max softmax", "scaled softmax"):
+            assert got["ece"] == pytest.approx(float(metrics.ece(mistakes[0], right)), abs=1e-6)
+        else:
+            assert math.isnan(got["ece"]), "not a probability"
+
+
+def test_neighbours_know_better_than_a_network_that_is_sure_of_its_mistakes(case: Case) -> None:
+    wrong = case.test_logits.argmax(axis=1) != case.test_y
+    logits = np.where(wrong[:, None], 3.0, 1.0) * case.test_logits
+    found = quiet(case.z, case.y, case.test_z, case.test_y, logits)
+    ours, softmax = row(found, "SEP-C"), row(found, "max softmax")
+    assert ours["failure_auroc"] > 0.9 > softmax["failure_auroc"]
+    assert ours["aurc"] < softmax["aurc"] / 2
+    assert ours["naurc"] < 0.3
+    assert found.best("aurc") != "max softmax"
+
+
+def test_the_default_split_judges_rows_that_calibrated_nothing(case: Case) -> None:
+    mine = TrustHead.fit(case.z, case.y)
+    found = quiet(*case.five, head=mine)
+    judged = np.isin(np.arange(TEST), found.judged)
+    assert judged.sum() == TEST // 2
+    assert found.accuracy == np.mean(case.test_logits.argmax(axis=1)[judged] == case.test_y[judged])
+    assert "the other 120 (seed 0)" in found.caption
+
+    nonsense = case.test_logits[:, ::-1]
+    among_judged = quiet(*case.five[:4], np.where(judged[:, None], nonsense, case.test_logits), head=mine)
+    before, after = found.head.state_dict(), among_judged.head.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before if isinstance(before[key], torch.Tensor))
+    among_others = quiet(*case.five[:4], np.where(judged[:, None], case.test_logits, nonsense), head=mine)
+    assert among_others.accuracy == found.accuracy
+    assert row(among_others, "energy") == pytest.approx(row(found, "energy"), nan_ok=True)
+    assert quiet(*case.five, seed=1, head=mine).judged.tolist() != found.judged.tolist()
+
+
+def test_same_input_same_table(case: Case) -> None:
+    options = {"logits_ood": case.ood_logits, "seed": 3}
+    assert same(quiet(*case.five, case.ood, **options), quiet(*case.five, case.ood, **options))
+
+
+def test_labels_of_any_kind_and_containers_of_any_kind(case: Case) -> None:
+    import pandas as pd
+
+    expected = quiet(*case.five)
+    names = np.array(["ant", "bee", "cat"])
+    assert same(quiet(case.z, names[case.y], case.test_z, names[case.test_y], case.test_logits), expected)
+    tensors = [torch.from_numpy(given).requires_grad_(given.dtype.kind == "f") for given in case.five]
+    assert same(quiet(*tensors), expected)
+    frames = [pd.DataFrame(given) if given.ndim == 2 else pd.Series(given) for given in case.five]
+    assert same(quiet(*frames), expected)
+    assert same(quiet(*(given.tolist() for given in case.five)), expected)
+
+
+def test_classes_name_the_columns_of_the_logits(case: Case) -> None:
+    names = np.array(["zebra", "yak", "ant"])
+    arguments = case.z, names[case.y], case.test_z, names[case.test_y], case.test_logits
+    found = quiet(*arguments, classes=names)
+    assert found.head.classes == names.tolist()
+    assert found.accuracy == quiet(*case.five).accuracy > quiet(*arguments).accuracy
+    assert quiet(*arguments, head=TrustHead.fit(case.z, names[case.y], classes=names)).accuracy == found.accuracy
+
+
+def test_without_logits_of_unknown_rows_some_cells_are_empty(case: Case) -> None:
+    mine = TrustHead.fit(case.z, case.y)
+    full = quiet(*case.five, case.ood, logits_ood=case.ood_logits, head=mine)
+    found = quiet(*case.five, case.ood, head=mine)
+    for name in ("unknown_auroc", "fpr95"):
+        assert row(found, "SEP-C")[name] == row(full, "SEP-C")[name], "strangeness needs no logits"
+    assert math.isnan(row(found, "SEP-C")["scod_aurc"])
+    for score in ("SEP-C joint", "paper's trust", "energy", "trust score (Jiang)", "one ellipsoid, ratio"):
+        assert math.isnan(row(found, score)["unknown_auroc"])
+    for score in ("Mahalanobis", "relative Mahalanobis++", "Gaussians (DDU)", "k-NN (Sun)"):
+        assert row(found, score) == pytest.approx(row(full, score), nan_ok=True)
+    assert "only with logits_ood" in str(found)
+    assert "only with logits_ood" not in str(full)
+
+
+@pytest.mark.parametrize("unknown", [1, 400])
+def test_the_joint_task_takes_equal_numbers(case: Case, rng: Rng, unknown: int) -> None:
+    ood = rng.normal(size=(unknown, DIM)) - 2.0
+    found = quiet(*case.five, ood, logits_ood=ood[:, :3], head=TrustHead.fit(case.z, case.y))
+    size = min(unknown, TEST // 2)
+    assert f"SCOD-AURC: {size} known, {size} unknown" in found.caption
+    assert all(0.0 <= row["scod_aurc"] <= 0.5 for row in found.rows), "accepting everything costs half the unknowns"
+
+
+def test_a_given_head_is_used_and_left_as_it_was(case: Case) -> None:
+    mine = TrustHead.fit(case.z, case.y, dim=2)
+    before = {key: copy.clone() for key, copy in mine.state_dict().items() if isinstance(copy, torch.Tensor)}
+    found = quiet(*case.five, head=mine)
+    assert not mine.calibration.done  # type: ignore[union-attr]
+    assert all(torch.equal(mine.state_dict()[key], value) for key, value in before.items())
+    assert found.head.calibration.done  # type: ignore[union-attr]
+    assert same(found, quiet(*case.five, dim=2))
+
+
+def test_a_row_without_direction_is_trusted_least(case: Case) -> None:
+    mine = TrustHead.fit(case.z, case.y, nan_policy="flag")
+    test_z = case.test_z.copy()
+    test_z[0] = 0.0
+    found = quiet(case.z, case.y, test_z, *case.five[3:], np.zeros((1, DIM)), head=mine, calibration=case.held_out)
+    assert row(found, "SEP-C")["unknown_auroc"] > 0.99
+
+
+def test_it_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    z, y, test_z, test_y, logits = case.five
+    found = compare(z, y, test_z, test_y, logits, case.ood, logits_ood=case.ood_logits)
+    text = capsys.readouterr().out
+    assert text == f"{found}\n"
+    lines = text.splitlines()
+    assert lines[0].split()[0] == "score"
+    assert max(map(len, lines)) <= 120
+    end = lines[0].index("ECE") + 3
+    assert {line[end - 1 : end + 1] for line in lines[1 : len(found.rows) + 1]} >= {"- "}, "columns are aligned"
+    for column in found.columns:
+        values = found.to_pandas()[column]
+        better = values.max() if column in ("failure_auroc", "unknown_auroc") else values.min()
+        assert values[found.best(column)] == better
+    assert text.count("*") >= len(found.columns) + 1, "one in every column, and one explains it"
+    assert len(found.caption.splitlines()) == 2
+    assert f"accuracy {found.accuracy:.1%}" in found.caption
+    assert repr(found).startswith("Comparison(19 scores, 120 test rows, 150 unknown rows")
+    quiet(*case.five)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_mistakes_nothing_ranks_them(case: Case) -> None:
+    found = quiet(*case.five[:4], np.eye(CLASSES)[case.test_y])
+    assert row(found, "SEP-C")["aurc"] == 0.0
+    assert "0 mistakes, accuracy 100.0%" in str(found)
+    with pytest.raises(ValueError, match=r"No score has a value in column 'naurc'.*accuracy is 100%"):
+        found.best("naurc")
+    with pytest.raises(ValueError, match="no column 'fpr95'; this comparison has aurc, naurc, failure_auroc, ece"):
+        found.best("fpr95")
+
+
+def test_names_are_public_and_the_least_is_that_of_the_head() -> None:
+    assert {"compare", "Comparison"} <= set(sepc_torch.__all__)
+    assert head.LEAST_CALIBRATION == LEAST_CALIBRATION
+
+
+Change = Callable[[Case], dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda c: {"z_train": c.z[0]}, ValueError, "z_train must be a non-empty array"),
+        (lambda c: {"y_train": c.y[:-1]}, ValueError, "z_train has 150 rows and y_train has 149 labels"),
+        (lambda c: {"y_train": np.zeros(TRAIN)}, ValueError, "single class"),
+        (lambda c: {"z_test": c.test_z[:, :3]}, ValueError, "z_test has 3 features, but z_train has 4"),
+        (lambda c: {"z_test": np.full_like(c.test_z, np.nan)}, ValueError, "z_test holds 960 NaN"),
+        (lambda c: {"y_test": c.test_y[1:]}, ValueError, "z_test has 240 rows and y_test has 239 labels"),
+        (lambda c: {"y_test": c.test_y + 1}, ValueError, "y_test holds labels that y_train does not: 3. .* z_ood"),
+        (lambda c: {"logits_test": c.test_logits[1:]}, ValueError, "z_test has 240 rows and logits_test has 239"),
+        (lambda c: {"logits_test": c.test_logits[:, :2]}, ValueError, "logits_test has 2 columns, .* 3 classes"),
+        (lambda c: {"logits_test": c.test_logits[:, 0]}, ValueError, r"column per class, got shape \(240,\)"),
+        (lambda c: {"z_ood": c.ood[:, 1:]}, ValueError, "z_ood has 3 features"),
+        (lambda c: {"z_ood": 0 * c.ood}, ValueError, "Row 0 of z_ood is all zeros and has no direction"),
+        (lambda c: {"logits_ood": c.ood_logits}, ValueError, "logits_ood came without z_ood"),
+        (lambda c: {"z_ood": c.ood, "logits_ood": c.ood_logits[1:]}, ValueError, "z_ood has 150 rows and logits_ood"),
+        (lambda c: {"logits_train": c.logits[1:]}, ValueError, "z_train has 150 rows and logits_train has 149"),
+        (lambda c: {"calibration": tuple(a[:19] for a in c.held_out)}, ValueError, "19 rows are too few"),
+        (
+            lambda c: {"calibration": (c.held_out[0], c.held_out[1][1:], c.held_out[2])},
+            ValueError,
+            r"calibration\[0\] has 150 rows and calibration\[1\] has 149 labels",
+        ),
+        (
+            lambda c: {"z_test": c.test_z[:39], "y_test": c.test_y[:39], "logits_test": c.test_logits[:39]},
+            ValueError,
+            "39 are too few for that; give at least 40, or other rows as calibration=",
+        ),
+        (lambda c: {"classes": [0, 1, 2, 3]}, ValueError, r"classes names \[3\], but y holds no point"),
+        (lambda c: {"seed": -1}, ValueError, "seed must be an integer of at least 0"),
+        (lambda c: {"dimension": 3}, TypeError, "unexpected keyword argument 'dimension'"),
+    ],
+)
+def test_errors_say_what_is_wrong(case: Case, change: Change, error: type[Exception], message: str) -> None:
+    arguments = dict(zip(("z_train", "y_train", "z_test", "y_test", "logits_test"), case.five, strict=True))
+    with pytest.raises(error, match=message):
+        quiet(**(arguments | change(case)))
+
+
+def test_errors_about_what_the_types_forbid() -> None:
+    """Called below the public function, whose annotations are checked while testing."""
+    wanted = _Wanted([0, 1], 2, torch.device("cpu"), direction=False)
+    for given, came in ((("z", "y"), "2 things"), (np.zeros(3), "ndarray")):
+        with pytest.raises(TypeError, match=f"calibration must be a triple.*got {came}"):
+            _given(given, wanted)
+    with pytest.raises(TypeError, match="head must be a fitted TrustHead, got a str"):
+        _classes_of("mine", None, {})
+
+
+def test_errors_about_a_given_head(case: Case) -> None:
+    mine = TrustHead.fit(case.z, case.y)
+    with pytest.raises(ValueError, match="so nothing is fitted with dim"):
+        quiet(*case.five, head=mine, dim=2)
+    with pytest.raises(ValueError, match=r"classes=\[2, 1, 0\] is not the order of the head, \[0, 1, 2\]"):
+        quiet(*case.five, head=mine, classes=[2, 1, 0])
+    narrow = replace(case, z=case.z[:, :3], test_z=case.test_z[:, :3])
+    with pytest.raises(ValueError, match="z_train has 3 features, but the head was fitted on 4"):
+        quiet(*narrow.five, head=mine)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_numbers_are_the_same(case: Case) -> None:
+    expected = quiet(*case.five, case.ood, logits_ood=case.ood_logits)
+    there = [torch.from_numpy(given).cuda() for given in (*case.five, case.ood, case.ood_logits)]
+    found = quiet(*there[:6], logits_ood=there[6])
+    for a, b in zip(found.rows, expected.rows, strict=True):
+        for column in found.columns:
+            assert a[column] == pytest.approx(b[column], abs=5e-3, nan_ok=True), (a["score"], column)
+    assert found.head.sepc.codes.is_cuda
