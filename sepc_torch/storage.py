@@ -34,7 +34,7 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
     from safetensors.numpy import save
 
     text = json.dumps({"kind": kind, "format": FORMAT, **metadata}, sort_keys=True, allow_nan=False)
-    payload = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata={_KEY: text})
+    payload = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata={_KEY: text})
     with replacing(Path(path)) as temporary:
         temporary.write_bytes(payload)
 
