@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import FIGURES, RESULTS
-from tables import SECTIONS, load, table
+from markdown_tables import load, table
+from tables import SECTIONS
 
 README = RESULTS.parents[1] / "README.md"
 EXPERIMENTS = RESULTS.parent / "README.md"

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from harness import RESULTS
-
-
-def load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+from markdown_tables import load, table
+from panel_tables import panel
 
 
 def solvers() -> str:
@@ -216,6 +206,7 @@ def active() -> str:
 
 
 SECTIONS = {
+    "panel": panel,
     "active": active,
     "solvers": solvers,
     "partitions": partitions,

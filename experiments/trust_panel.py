@@ -115,12 +115,13 @@ def head_scores(head: TrustHead, case: Case) -> Scores:
 def judge(case: Case, scores: Scores, seed: int) -> dict[str, dict[str, float]]:
     """All figures of all scores: question, or question and group, to score to figure."""
     right = tensor(case.test.right)
-    found: dict[str, dict[str, float]] = {"mistakes": {}, "naurc": {}}
+    found: dict[str, dict[str, float]] = {}
     for name, score in scores.items():
         if name == "accept":
             continue
-        found["mistakes"][name] = 1000 * float(aurc(score["test"], right))
-        found["naurc"][name] = float(naurc(score["test"], right)) if not bool(right.all()) else np.nan
+        found.setdefault("mistakes", {})[name] = 1000 * float(aurc(score["test"], right))
+        if not bool(right.all()):
+            found.setdefault("naurc", {})[name] = float(naurc(score["test"], right))
         for group in case.unknown:
             found.setdefault(f"unknowns: {group}", {})[name] = float(unknown_auroc(score["test"], score[group]))
             found.setdefault(f"both: {group}", {})[name] = 1000 * joint_area(*joint(case, score, group, seed))
@@ -271,7 +272,7 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         runs = [result for result in results if result["set"] == name]
         for question in runs[0]["figures"]:
             kind = question.partition(":")[0]
-            if kind == "naurc":
+            if kind == "naurc":  # not defined in runs without a mistake
                 continue
             mean = {
                 score: float(np.mean([run["figures"][question][score] for run in runs]))

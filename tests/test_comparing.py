@@ -15,7 +15,6 @@ import sepc_torch
 from sepc_torch import Comparison, TrustHead, compare, metrics
 from sepc_torch.baselines import baseline_scores
 from sepc_torch.comparing import _TITLES, _classes_of, _given, _Wanted
-from sepc_torch.head import LEAST_CALIBRATION
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

@@ -1,0 +1,18 @@
+"""Tables in Markdown, and the JSON they are made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from harness import RESULTS
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
