@@ -247,7 +247,7 @@ class View(nn.Module):
         return self._accept(found.threshold, found.found)
 
     def _accept(self, threshold: float, found: bool) -> Acceptance:
-        self.threshold.fill_(threshold)
+        self.threshold = self.held_joint.new_tensor(threshold)  # in the dtype of the scores, so that none is rounded
         accepted = self.held_joint >= threshold
         wrong = float((~self.held_right[accepted]).double().mean())  # of nothing, torch says NaN
         return Acceptance(threshold, float(accepted.double().mean()), wrong, len(accepted), found)
@@ -294,8 +294,13 @@ class Calibration(nn.Module):
             hold_out: The share of points that is only ranked.
             seed: For the choice of those.
         """
-        order = np.random.default_rng(seed).permutation(len(codes))
         ranked = round(hold_out * len(codes))
+        if min(ranked, len(codes) - ranked) < _LEAST_TAIL:
+            raise ValueError(
+                f"hold_out={hold_out} of {len(codes)} points leaves {ranked} to rank and {len(codes) - ranked} to fit; "
+                f"both need at least {_LEAST_TAIL}."
+            )
+        order = np.random.default_rng(seed).permutation(len(codes))
         held, fitted = torch.from_numpy(order[:ranked]), torch.from_numpy(order[ranked:])
         strangeness = facts["own"].strangeness.cpu()
         self.typicality.fit(strangeness[fitted])

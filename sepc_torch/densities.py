@@ -67,9 +67,10 @@ class RegionDensities(nn.Module):
         freedom = self.freedom.to(distance.dtype)
         power = (freedom + self.bank.dim) / 2
         each = self.log_weight.to(distance.dtype) - power * torch.log1p(distance.square() / freedom)
-        codes = self.codes.expand(points.shape[0], -1)
+        count = points.shape[0]  # not len(), which an exporter takes for a constant
+        codes = self.codes.expand(count, -1)
         # Of every class its own maximum first: far from all points the sum of exponentials would be zero.
-        most = each.new_full((points.shape[0], self.classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
+        most = each.new_full((count, self.classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
         share = torch.exp(each - most.gather(1, codes))
         return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
 

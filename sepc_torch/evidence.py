@@ -32,6 +32,8 @@ from sepc_torch.shapes import Array, Float, Int
 _MOST_DIRECTIONS = 64
 # A point that lies on a training point has a distance of zero; a factor of a thousand says all there is to say.
 _MOST_LOG_RATIO = 7.0
+# A logit of -inf, which masks a class, makes log odds infinite; as certain are log odds of ten thousand.
+_MOST_SOFTMAX = 10.0
 
 
 class Facts(NamedTuple):
@@ -115,7 +117,9 @@ def log_odds(score: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tens
 def with_softmax(facts: Facts, logits: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Facts:
     """The facts with the network's own opinion before them."""
     support = facts.support
-    softmax = torch.asinh(log_odds(logits.to(torch.promote_types(logits.dtype, torch.float32)), label))
+    odds = log_odds(logits.double(), label)
+    # Two logits of the same infinity leave it open which is larger.
+    softmax = torch.asinh(odds.nan_to_num(nan=0.0)).clamp(-_MOST_SOFTMAX, _MOST_SOFTMAX)
     return facts._replace(support=torch.cat([softmax.to(support.dtype).unsqueeze(1), support], dim=1))
 
 
@@ -152,7 +156,10 @@ def fit_evidence(
     polar = fit_projection(points, codes, _MOST_DIRECTIONS, "polar", "pca")
     white = fit_projection(points, codes, _MOST_DIRECTIONS, None, "pca")
     tensor = torch.from_numpy(points).float()
-    densities = fit_densities(polar(tensor).double().numpy(), codes, pieces)
+    coordinates = polar(tensor).double().numpy()
+    if not np.isfinite(coordinates).all():
+        raise ValueError("The embeddings are too large for float32: their squares overflow. Scale them.")
+    densities = fit_densities(coordinates, codes, pieces)
     kept = _choose(codes, witnesses, np.random.default_rng(seed)) if witnesses else np.zeros(0, dtype=np.int64)
     return Evidence(polar, densities, white, Neighbours(tensor[kept], torch.from_numpy(codes[kept])))
 

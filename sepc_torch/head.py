@@ -239,6 +239,8 @@ class TrustHead(nn.Module):
         # A head calibrated without logits does not know what softmax is worth.
         if logits is not None and (self.calibration.network.done or not self.calibration.done):
             facts, view = with_softmax(facts, logits, label), self.calibration.network
+        # Zeros that are not put on the unit sphere have a distance, but no density.
+        bad = bad | facts.support.isnan().any(dim=1)
         found = self.calibration(view, facts, label)
         return found._replace(
             confidence=torch.where(bad, 0.0, found.confidence),
@@ -272,12 +274,15 @@ class TrustHead(nn.Module):
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
-        if bool((own < 0).any()):
-            raise ValueError(f"Row {int((own < 0).nonzero()[0])} of embeddings has no direction; leave it out.")
-        facts = {"own": self.evidence(z, own)}
+        facts = {"own": self.evidence(z, own.clamp_min(0))}
+        bad = (own < 0) | facts["own"].support.isnan().any(dim=1)
+        if bool(bad.any()):
+            raise ValueError(f"Row {int(bad.nonzero()[0])} of embeddings has no direction; leave it out.")
         right = {"own": own == codes}
         if logits is not None:
-            logits = torch.from_numpy(numeric_points(logits, "logits")[0]).to(z.device)
+            # NumPy takes lists and tables too; -inf, which masks a class, is allowed.
+            given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
+            logits = given.to(z.device)
             label = self._check_logits(logits, len(z)).argmax(dim=1)
             facts["network"] = with_softmax(self.evidence(z, label), logits, label)
             right["network"] = label == codes

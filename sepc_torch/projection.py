@@ -65,7 +65,9 @@ class Projection(nn.Module):
             x = x.to(dtype)
             if self.unit_length:
                 # A zero embedding has no direction: 0 / 0 marks it, so that it is refused and not taken for the mean.
+                # One whose length overflows would become zeros: it is marked as well.
                 length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                length = torch.where(length.isinf(), torch.nan, length)
                 if self.least_length is None:
                     x = x / length
                 else:

@@ -1,0 +1,246 @@
+"""What speaks for a label and how strange a point is: directions, rays, closed forms, files; polar coordinates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sepc_torch.evidence import Evidence, Facts, _choose, fit_evidence, log_odds, pieces_of, with_softmax
+from sepc_torch.partitioning import partition
+from sepc_torch.projection import fit_projection
+from sepc_torch.sepc import resize_buffers
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+
+
+def clusters(rng: Rng, count: int = 300, dim: int = 6, classes: int = 3) -> tuple[Array, Array]:
+    """Far apart in direction: the means are ten standard deviations from zero."""
+    codes = np.concatenate([np.arange(classes), rng.integers(0, classes, count - classes)])
+    return 10.0 * np.eye(classes, dim)[codes] + rng.normal(size=(count, dim)), codes
+
+
+def fitted(rng: Rng, witnesses: int = 1000) -> tuple[Evidence, Tensor, Tensor]:
+    points, codes = clusters(rng)
+    evidence = fit_evidence(points, codes, np.full(len(codes), -1), witnesses)
+    return evidence, torch.from_numpy(points).float(), torch.from_numpy(codes)
+
+
+class TestPolar:
+    def test_direction_and_log_length(self, rng: Rng) -> None:
+        """The projection of (x / |x|, log |x|), written out."""
+        x, y = clusters(rng)
+        project = fit_projection(x, y, 4, "polar", "pca", torch.float64)
+        length = np.linalg.norm(x, axis=1, keepdims=True)
+        polar = np.hstack([x / length, np.log(length)])
+        centred = polar - polar.mean(axis=0)
+        found = project(torch.from_numpy(x)).numpy()
+        assert found == pytest.approx(centred @ project.matrix.numpy().T, abs=1e-9)
+        assert found.var(axis=0) == pytest.approx(np.ones(4))
+        values = np.linalg.svd(centred, compute_uv=False) ** 2
+        directions = np.linalg.qr(project.matrix.numpy().T)[0]
+        assert np.sum((centred @ directions) ** 2) == pytest.approx(values[:4].sum())
+        assert project.in_features == 6
+
+    def test_scale_of_the_input_does_not_matter(self, rng: Rng) -> None:
+        x, y = clusters(rng)
+        a = fit_projection(x, y, 7, "polar", "pca", torch.float64)
+        for scale in (1e-8, 1e8):
+            b = fit_projection(scale * x, y, 7, "polar", "pca", torch.float64)
+            assert torch.allclose(a(torch.from_numpy(x)), b(torch.from_numpy(scale * x)), atol=1e-6)
+
+    def test_length_moves_points_along_one_line(self, rng: Rng) -> None:
+        x, y = clusters(rng)
+        project = fit_projection(x, y, 7, "polar", "pca", torch.float64)
+        z = torch.from_numpy(x)
+        step = project.matrix[:, -1]
+        assert torch.allclose(project(np.e * z) - project(z), step.expand(len(z), -1), atol=1e-9)
+
+    def test_what_has_no_direction_becomes_nan(self, rng: Rng) -> None:
+        """Zeros, and numbers whose squares overflow: those would otherwise be taken for zeros."""
+        x, y = clusters(rng)
+        z = torch.from_numpy(x[:4]).float()
+        z[1], z[2] = 0.0, 1e25
+        assert fit_projection(x, y, 3, "l2", "pca")(z).isnan().all(dim=1).tolist() == [False, True, True, False]
+        assert fit_projection(x, y, 3, "polar", "pca")(z).isnan().all(dim=1).tolist() == [False, False, True, False]
+
+    def test_zeros_are_as_short_as_can_be(self, rng: Rng) -> None:
+        """With the length as a feature zeros have a place: like anything shorter than a thousandth of the median."""
+        x, y = clusters(rng)
+        project = fit_projection(x, y, 7, "polar", "pca", torch.float64)
+        direction = torch.from_numpy(x[:1] / np.linalg.norm(x[0]))
+        least = 1e-3 * np.median(np.linalg.norm(x, axis=1))
+        apart = project(torch.zeros(1, 6, dtype=torch.float64)) - project(least * direction)
+        assert torch.allclose(apart, -direction @ project.matrix[:, :-1].T, atol=1e-9)
+
+
+def test_log_odds_are_those_of_softmax(rng: Rng) -> None:
+    score = torch.from_numpy(5.0 * rng.normal(size=(50, 4)))
+    label = torch.from_numpy(rng.integers(0, 4, 50))
+    own = score.softmax(dim=1).gather(1, label[:, None]).squeeze(1)
+    assert torch.allclose(log_odds(score, label), torch.logit(own), atol=1e-9)
+    shifted = log_odds(score + torch.from_numpy(1e3 * rng.normal(size=(50, 1))), label)
+    assert torch.allclose(shifted, log_odds(score, label), atol=1e-9)
+
+
+def test_softmax_comes_first_and_rises_with_the_logit(rng: Rng) -> None:
+    facts = Facts(torch.from_numpy(rng.normal(size=(9, 2))).float(), torch.zeros(9, 3))
+    label = torch.zeros(9, dtype=torch.int64)
+    logits = torch.zeros(9, 3, dtype=torch.float64)
+    logits[:, 0] = torch.linspace(-4, 4, 9)
+    found = with_softmax(facts, logits, label)
+    assert torch.equal(found.support[:, 1:], facts.support)
+    assert torch.equal(found.strangeness, facts.strangeness)
+    assert torch.allclose(found.support[:, 0].double().sinh(), logits[:, 0] - np.log(2), atol=1e-5)
+
+
+def test_infinite_logits_are_as_sure_as_can_be() -> None:
+    """A class that is masked by -inf, a label that is, a class that is certain, and no opinion at all."""
+    inf = torch.inf
+    logits = torch.tensor([[1.0, -inf, -inf], [-inf, 1.0, 0.0], [inf, 0.0, 0.0], [-inf] * 3, [1e30, -1e30, 0.0]])
+    facts = Facts(torch.zeros(5, 1), torch.zeros(5, 1))
+    found = with_softmax(facts, logits, torch.zeros(5, dtype=torch.int64)).support[:, 0]
+    assert found.tolist() == [10.0, -10.0, 10.0, 0.0, 10.0]
+
+
+@pytest.mark.parametrize("witnesses", [0, 60, 1000])
+def test_support_has_the_sign_of_the_truth(rng: Rng, witnesses: int) -> None:
+    """For points at the means of the classes and all labels, in every column."""
+    evidence, _, _ = fitted(rng, witnesses)
+    for mean in range(3):
+        z = 10.0 * torch.eye(6)[mean].expand(3, -1)
+        support = evidence(z, torch.arange(3)).support
+        assert support.shape == (3, len(evidence.names))
+        own = torch.arange(3) == mean
+        assert (support[own] > 1.0).all()
+        assert (support[~own] < -1.0).all()
+
+
+def test_support_for_two_classes_is_opposite(rng: Rng) -> None:
+    points, codes = clusters(rng, classes=2)
+    evidence = fit_evidence(points, codes, codes, 1000)
+    z = torch.from_numpy(3.0 * rng.normal(size=(50, 6))).float()
+    label = torch.zeros(50, dtype=torch.int64)
+    a, b = evidence(z, label), evidence(z, label + 1)
+    assert torch.allclose(a.support, -b.support, atol=1e-4)
+    assert torch.equal(a.strangeness, b.strangeness)
+
+
+def test_neighbours_are_the_trust_score(rng: Rng) -> None:
+    evidence, points, codes = fitted(rng)
+    z = torch.from_numpy(5.0 * rng.normal(size=(40, 6))).float()
+    label = torch.from_numpy(rng.integers(0, 3, 40))
+    each = torch.cdist(z.double(), points.double())
+    own = codes == label[:, None]
+    ratio = each.masked_fill(own, torch.inf).amin(dim=1) / each.masked_fill(~own, torch.inf).amin(dim=1)
+    facts = evidence(z, label)
+    assert torch.allclose(facts.support[:, 1].double(), ratio.log(), atol=1e-4)
+    assert torch.allclose(facts.strangeness[:, 1].double(), each.amin(dim=1), atol=1e-4)
+    white = fit_projection(points.double().numpy(), codes.numpy(), 64, None, "pca", torch.float64)
+    unit = torch.cdist(white(z.double()), white(points.double())).amin(dim=1)
+    assert torch.allclose(facts.strangeness[:, 2].double(), unit, atol=1e-4)
+
+
+def test_a_training_point_has_all_the_support_there_is(rng: Rng) -> None:
+    """Also where the same point was seen with two labels: then neighbours say nothing."""
+    points, codes = clusters(rng)
+    points[0] = points[1]
+    codes[:2] = [0, 1]
+    evidence = fit_evidence(points, codes, np.full(300, -1), 1000)
+    facts = evidence(torch.from_numpy(points).float(), torch.from_numpy(codes))
+    assert facts.support.isfinite().all()
+    assert facts.support[:2, 1].tolist() == [0.0, 0.0]
+    assert (facts.support[2:, 1] == 7.0).all()
+    assert (facts.strangeness[:, 1] == 0.0).all()
+
+
+@pytest.mark.parametrize("witnesses", [0, 1000])
+def test_strangeness_grows_along_a_ray(rng: Rng, witnesses: int) -> None:
+    """From the origin outwards and, beyond all points, away from the data in any direction."""
+    evidence, points, _ = fitted(rng, witnesses)
+    ray = points[int(rng.integers(300))]
+    z = torch.logspace(0.5, 8, 30)[:, None] * ray
+    found = evidence(z, torch.zeros(30, dtype=torch.int64)).strangeness
+    assert found.shape == (30, evidence.kinds)
+    assert found.isfinite().all()
+    assert (found.diff(dim=0) > 0).all(), "no ties, however far"
+
+
+def test_without_witnesses_there_is_one_column(rng: Rng) -> None:
+    evidence, points, codes = fitted(rng, 0)
+    facts = evidence(points, codes)
+    assert facts.support.shape == facts.strangeness.shape == (300, 1)
+    assert (evidence.kinds, evidence.names) == (1, ("regions",))
+    full, _, _ = fitted(rng)
+    assert (full.kinds, full.names) == (3, ("regions", "neighbours"))
+
+
+def test_witnesses_are_kept_in_proportion(rng: Rng) -> None:
+    codes = rng.permutation(np.repeat([0, 1, 2], [600, 399, 1]))
+    for most in (1, 100, 1000, 5000):
+        rows = _choose(codes, most, np.random.default_rng(0))
+        assert len(np.unique(rows)) == len(rows)
+        assert (np.diff(codes[rows]) >= 0).all()
+        expected = [max(1, int(min(1.0, most / 1000) * n)) for n in (600, 399, 1)]
+        assert np.bincount(codes[rows]).tolist() == expected
+        assert len(rows) <= max(most + 1, 3)
+
+
+def test_pieces_belong_to_the_class_of_their_points(rng: Rng) -> None:
+    points, codes = clusters(rng, dim=3)
+    points[codes == 0] += np.where(rng.random((int((codes == 0).sum()), 1)) < 0.5, 0.0, 30.0) * [0.0, 0.0, 1.0]
+    part = partition(points, codes, progress=False)
+    pieces = pieces_of(part, points, codes)
+    held = pieces >= 0
+    assert held.any()
+    assert (part.codes[pieces[held]] == codes[held]).all()
+    assert (np.bincount(pieces[held])[pieces[held]] > 3).all()
+
+
+@pytest.mark.parametrize("witnesses", [0, 50])
+def test_tensors_and_checkpoints_keep_every_bit(rng: Rng, witnesses: int) -> None:
+    evidence, points, codes = fitted(rng, witnesses)
+    expected = evidence(points, codes)
+    again = Evidence.from_tensors(evidence.state_dict())
+    other, _, _ = fitted(rng, 1000)
+    resize_buffers(other, evidence.state_dict(), "")
+    other.load_state_dict(evidence.state_dict())
+    for model in (again, other):
+        assert model.names == evidence.names
+        assert all(torch.equal(u, v) for u, v in zip(model(points, codes), expected, strict=True))
+
+
+def test_no_gradient_and_no_rows(rng: Rng) -> None:
+    evidence, points, codes = fitted(rng)
+    assert not any(field.requires_grad for field in evidence(points.requires_grad_(), codes))
+    empty = evidence(points[:0], codes[:0])
+    assert empty.support.shape == (0, 2)
+    assert empty.strangeness.shape == (0, 3)
+
+
+def test_zeros_are_points_like_others(rng: Rng) -> None:
+    """In training they spoil nothing, and where none were seen they are strange."""
+    points, codes = clusters(rng)
+    z, label = torch.from_numpy(points).float(), torch.from_numpy(codes)
+    found = fit_evidence(
+        np.vstack([np.zeros((5, 6)), points]), np.append([0, 1, 2, 0, 0], codes), np.full(len(z) + 5, -1), 0
+    )
+    assert all(field.isfinite().all() for field in found(z, label))
+    without = fit_evidence(points, codes, codes, 1000)
+    zero = without(torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
+    assert all(field.isfinite().all() for field in zero)
+    assert float(zero.strangeness[0, 0]) > float(without(z, label).strangeness[:, 0].max())
+    with pytest.raises(ValueError, match="too large for float32"):
+        fit_evidence(1e30 * points, codes, codes, 0)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None:
+    points, codes = clusters(rng)
+    z, label = torch.from_numpy(2.0 * rng.normal(size=(50, 6))), torch.from_numpy(rng.integers(0, 3, 50))
+    a = fit_evidence(points, codes, codes, 1000)(z, label)
+    b = fit_evidence(scale * points, codes, codes, 1000)(scale * z, label)
+    assert torch.allclose(a.support, b.support, atol=0.01)
+    assert torch.allclose(a.strangeness * torch.tensor([1.0, scale, 1.0]), b.strangeness, rtol=1e-3)

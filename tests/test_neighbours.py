@@ -1,0 +1,143 @@
+"""The nearest kept point of every class: against all differences, far from the origin, in pieces, as one operator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sepc_torch import ops
+from sepc_torch.neighbours import Neighbours
+
+Rng = np.random.Generator
+
+
+def draw(rng: Rng, *sizes: int, dim: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return torch.from_numpy(rng.normal(size=(len(codes), dim))).to(dtype), codes
+
+
+def by_brute_force(z: Tensor, points: Tensor, codes: Tensor) -> Tensor:
+    each = (z.double()[:, None] - points.double()).norm(dim=2)
+    return torch.stack([each[:, codes == c].amin(dim=1) for c in range(int(codes.max()) + 1)], dim=1)
+
+
+@pytest.mark.parametrize("sizes", [(30, 20, 50), (500, 1, 2), (1, 1), (7,)])
+def test_all_differences_say_the_same(rng: Rng, sizes: tuple[int, ...]) -> None:
+    points, codes = draw(rng, *sizes)
+    z, _ = draw(rng, 40)
+    assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
+
+
+def test_a_kept_point_has_distance_zero_to_its_class(rng: Rng) -> None:
+    for dtype in (torch.float32, torch.float64):
+        points, codes = draw(rng, 60, 40, dtype=dtype)
+        found = Neighbours(points, codes)(points)
+        assert (found.gather(1, codes[:, None]) == 0).all()
+        assert (found.gather(1, 1 - codes[:, None]) > 0).all()
+
+
+def test_ties_have_the_same_distance(rng: Rng) -> None:
+    points, _ = draw(rng, 20)
+    codes = torch.repeat_interleave(torch.arange(2), 20)
+    z, _ = draw(rng, 30)
+    found = Neighbours(torch.cat([points, points]), codes)(z)
+    assert torch.equal(found[:, 0], found[:, 1])
+    twice = torch.cat([points, points])
+    assert torch.equal(Neighbours(twice, torch.zeros(40, dtype=torch.int64))(z)[:, 0], found[:, 0])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_far_from_the_origin_no_digits_are_lost(rng: Rng, offset: float) -> None:
+    """In float32, against float64 on the same numbers: the distance has its digits, the point found is the nearest."""
+    points, codes = draw(rng, 300, 100, dim=8)
+    z, _ = draw(rng, 200, dim=8)
+    points, z = (points + offset).float(), (z + offset).float()
+    found, exact = Neighbours(points, codes)(z).double(), by_brute_force(z, points, codes)
+    # The product that finds the point errs by a few rounding errors of squares that are 100 at most.
+    assert (found.square() <= exact.square() + 1e-4).all()
+    assert (found >= exact * (1 - 1e-6)).all()
+
+
+def test_pieces_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    points, codes = draw(rng, 30, 20)
+    z, _ = draw(rng, 333)
+    near = Neighbours(points, codes)
+    whole = near(z)
+    for rows in (1, 7, 332, 333):
+        monkeypatch.setattr(ops, "CPU_BYTES", rows * len(points) * 8)
+        assert ops.rows_per_piece(z, len(points)) == rows
+        assert torch.allclose(near(z), whole, rtol=1e-12)
+
+
+def test_without_points_there_are_no_columns() -> None:
+    near = Neighbours(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
+    assert near.ends == []
+    assert near(torch.zeros(3, 4)).shape == (3, 0)
+    some = Neighbours(torch.zeros(2, 4), torch.tensor([0, 1]))
+    assert some(torch.zeros(0, 4)).shape == (0, 2)
+
+
+def test_a_row_of_nan_is_its_own_affair(rng: Rng) -> None:
+    points, codes = draw(rng, 30, 20)
+    z, _ = draw(rng, 10)
+    near = Neighbours(points, codes)
+    whole = near(z)
+    z[3] = torch.nan
+    found = near(z)
+    assert found[3].isnan().all()
+    rest = torch.arange(10) != 3
+    assert torch.allclose(found[rest], whole[rest], rtol=1e-12)
+
+
+def test_the_wider_dtype_and_no_gradient(rng: Rng) -> None:
+    points, codes = draw(rng, 30, 20, dtype=torch.float32)
+    near = Neighbours(points, codes)
+    z, _ = draw(rng, 10)
+    assert near(z).dtype == torch.float64
+    assert near(z.half()).dtype == torch.float32
+    assert not near(z.requires_grad_()).requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(near(z), near(z.detach()))
+        assert torch.allclose(near(z.float()).double(), by_brute_force(z.detach(), points, codes), rtol=1e-4)
+
+
+def test_a_state_dict_brings_the_ends(rng: Rng) -> None:
+    points, codes = draw(rng, 30, 20)
+    near = Neighbours(points, codes)
+    other = Neighbours(points + 1.0, torch.repeat_interleave(torch.arange(5), 10))
+    other.load_state_dict(near.state_dict())
+    assert other.ends == [30, 50]
+    z, _ = draw(rng, 10)
+    assert torch.equal(other(z), near(z))
+    assert not Neighbours(points, codes, persistent=False).state_dict()
+
+
+def test_compilers_see_one_node() -> None:
+    """In a process of its own: the shape checks of the tests are Python that the compiler cannot trace."""
+    script = textwrap.dedent(
+        """
+        import torch
+        from sepc_torch.neighbours import Neighbours
+
+        near = Neighbours(torch.randn(50, 4), torch.repeat_interleave(torch.arange(3), torch.tensor([30, 1, 19])))
+        z = torch.randn(20, 4)
+        compiled = torch.compile(near, fullgraph=True, backend="aot_eager")
+        batch = torch.export.Dim("batch", min=2)
+        program = torch.export.export(near, (z,), dynamic_shapes=({0: batch},))
+        calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        assert sum("class_nearest" in str(target) for target in calls) == 1, calls
+        assert not any("addmm" in str(target) for target in calls), calls
+        for rows in (20, 7):
+            assert torch.equal(compiled(z[:rows]), near(z[:rows]))
+            assert torch.equal(program.module()(z[:rows]), near(z[:rows]))
+        print("right")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
