@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
-    from sepc_torch.head import HeadPrediction as HeadPrediction
     from sepc_torch.head import TrustHead as TrustHead
     from sepc_torch.layers import EllipsoidLoss as EllipsoidLoss
     from sepc_torch.layers import MVELayer as MVELayer
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from sepc_torch.overlap import small_disjuncts as small_disjuncts
     from sepc_torch.partition_record import Partition as Partition
     from sepc_torch.partitioning import partition as partition
+    from sepc_torch.prediction import HeadPrediction as HeadPrediction
     from sepc_torch.prediction import Prediction as Prediction
     from sepc_torch.rules import Rule as Rule
     from sepc_torch.rules import resolve as resolve
@@ -49,7 +49,7 @@ _HOME = {
     "Ellipsoid": "ellipsoid",
     "EllipsoidBank": "bank",
     "EllipsoidLoss": "layers",
-    "HeadPrediction": "head",
+    "HeadPrediction": "prediction",
     "Kind": "ellipsoid",
     "LabelPool": "active",
     "Landscape": "overlap",

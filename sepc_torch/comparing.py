@@ -20,8 +20,9 @@ from torch import Tensor
 from sepc_torch import metrics
 from sepc_torch.baselines import baseline_scores
 from sepc_torch.comparison_record import Comparison
-from sepc_torch.head import LEAST_CALIBRATION, HeadPrediction, TrustHead
+from sepc_torch.head import LEAST_CALIBRATION, TrustHead
 from sepc_torch.inputs import count, label_array, numeric_points, training_set
+from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
 from sepc_torch.shapes import Array, Bool, Float, Int
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from sepc_torch.embedding import gather
 from sepc_torch.evidence import Evidence, fit_evidence, pieces_of, with_softmax
 from sepc_torch.explaining import Explanation
 from sepc_torch.inputs import check_choice, count, label_array, numeric_points, training_set
-from sepc_torch.prediction import Prediction
+from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, fit_projection
 from sepc_torch.sepc import SEPC, NanPolicy, Nearest, resize_buffers
-from sepc_torch.shapes import Array, Bool, Float, Int
+from sepc_torch.shapes import Array, Bool, Int
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
 _MOST_DIMENSIONS = 32
@@ -44,51 +44,6 @@ _FLAG_RATE = 0.05
 LEAST_CALIBRATION = 20
 # Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
 _FEW_DIMENSIONS = 4
-
-
-class HeadPrediction(NamedTuple):
-    """What the head says of a batch; every field is a tensor (B,).
-
-    The first seven are those of :class:`~sepc_torch.Prediction`, for the head's own label. The others judge the
-    network's label in the same place; without logits or labels they judge the head's own.
-
-    Before :meth:`TrustHead.calibrate` the confidence only ranks, p-values, strangeness and joint are NaN, and nothing
-    is accepted.
-
-    Attributes:
-        label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
-        network_label: The label the network gave.
-        network_trust: Trust in that label.
-        network_margin: Distance to the nearest ellipsoid of another class over that to the nearest of the network's.
-        confidence: The probability that the label is right, if the point is of a known kind.
-        p_value: How often an ordinary point is as strange as this one: at most u with probability at most u.
-        class_p_value: The same among the points of the label's class.
-        strangeness: What the p-values rank, larger is stranger; no ties far from the training points.
-        joint: The probability that the label is right *and* the point of a known kind.
-        accept: Whether the joint score reaches the threshold of :meth:`TrustHead.accept_at`.
-    """
-
-    label: Int[Tensor, "B"]
-    trust: Float[Tensor, "B"]
-    rule: Int[Tensor, "B"]
-    distance: Float[Tensor, "B"]
-    margin: Float[Tensor, "B"]
-    nearest: Int[Tensor, "B"]
-    runner_up: Int[Tensor, "B"]
-    network_label: Int[Tensor, "B"]
-    network_trust: Float[Tensor, "B"]
-    network_margin: Float[Tensor, "B"]
-    confidence: Float[Tensor, "B"]
-    p_value: Float[Tensor, "B"]
-    class_p_value: Float[Tensor, "B"]
-    strangeness: Float[Tensor, "B"]
-    joint: Float[Tensor, "B"]
-    accept: Bool[Tensor, "B"]
-
-    def abstain(self, threshold: float = 0.5, outside: bool = True) -> Tensor:
-        """Which of the network's labels to refuse: low trust in them, or a point outside every ellipsoid."""
-        own = Prediction(*self[:7])._replace(label=self.network_label, trust=self.network_trust)
-        return own.abstain(threshold, outside)
 
 
 class TrustHead(nn.Module):
@@ -305,7 +260,8 @@ class TrustHead(nn.Module):
 
         Returns:
             The threshold and what it does to the calibration points that were held out. It judges the network's labels
-            where logits were given to :meth:`calibrate`, else the head's own.
+            where logits were given to :meth:`calibrate`, else the head's own. A risk is promised for labels of the same
+            kind only, so call the head as it was calibrated: with logits, or with nothing.
         """
         if self.calibration is None or not self.calibration.done:
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import Prediction, TrustHead
-from sepc_torch.head import HeadPrediction, _default_dim
+from sepc_torch.head import _default_dim
+from sepc_torch.prediction import HeadPrediction
 from sepc_torch.projection import fit_projection
 from sepc_torch.shapes import Array
 

@@ -1,48 +1,33 @@
-"""A calibrated head: promises kept over many draws, refusals, files and checkpoints, precision, data at the edges."""
+"""A calibrated head: promises kept over many draws, refusals, files and checkpoints and precision."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from overlapping_classes import batch, draw
 from scipy.stats import binom
 from torch import Tensor
 
 from sepc_torch import TrustHead
 from sepc_torch.calibration import Calibrated
 from sepc_torch.evidence import with_softmax
-from sepc_torch.head import HeadPrediction
+from sepc_torch.prediction import HeadPrediction
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
 
 # Of failing one comparison by chance.
 CHANCE = 1e-8
-MEANS = 1.6 * np.eye(3, 5) + 1.0
-
-
-def draw(rng: Rng, count: int) -> tuple[Array, Array, Array]:
-    """Classes that overlap, one of them rare, and the logits of a network that is fair but too sure of itself."""
-    labels = rng.choice(3, count, p=[0.5, 0.4, 0.1])
-    labels[:30] = np.arange(30) % 3  # enough of each
-    x = MEANS[labels] + rng.normal(size=(count, 5))
-    seen = x + rng.normal(size=x.shape)
-    return x, labels, -2.0 * ((seen[:, None] - MEANS) ** 2).sum(axis=2)
 
 
 def fit(rng: Rng, count: int = 60, **options: Any) -> TrustHead:
     x, labels, _ = draw(rng, count)
     return TrustHead.fit(x, labels, dim=3, **options)
-
-
-def batch(x: Array) -> Tensor:
-    return torch.from_numpy(x).float()
 
 
 def same(a: HeadPrediction, b: HeadPrediction) -> bool:
@@ -431,100 +416,3 @@ def test_refuses_wishes_that_make_no_sense(rng: Rng) -> None:
     for wish in ({"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "delta": 0.0}, {"flag_rate": 0.0}, {"flag_rate": 1.5}):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
             head.accept_at(**wish)
-
-
-def few(rng: Rng) -> tuple[Array, Array]:
-    labels = np.repeat([0, 1], 12)
-    return rng.normal(size=(24, 4)) + 3.0 * labels[:, None], labels
-
-
-def flat(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return x[:, :2], labels
-
-
-def collinear(rng: Rng) -> tuple[Array, Array]:
-    """On a line that misses the origin."""
-    x, labels, _ = draw(rng, 60)
-    return 3.0 * x[:, :1] * np.ones(4) + np.arange(4.0), labels
-
-
-def repeated(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 30)
-    return np.repeat(x, 3, axis=0), np.repeat(labels, 3)
-
-
-def all_alike(_: Rng) -> tuple[Array, Array]:
-    labels = np.repeat([0, 1, 2], 40)
-    return MEANS[labels], labels
-
-
-def with_constants(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return np.column_stack([x, np.full(60, 7.0), np.zeros(60)]), labels
-
-
-def lonely(rng: Rng) -> tuple[Array, Array]:
-    """A class of a single point."""
-    x, labels, _ = draw(rng, 60)
-    labels = labels % 2
-    labels[0] = 2
-    return x, labels
-
-
-def many_classes(rng: Rng) -> tuple[Array, Array]:
-    labels = np.arange(150) % 30
-    return 9.0 * rng.normal(size=(30, 10))[labels] + rng.normal(size=(150, 10)), labels
-
-
-def far_off(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return x + 1e4, labels
-
-
-def huge(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return 1e8 * x, labels
-
-
-def tiny(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return 1e-8 * x, labels
-
-
-def half(rng: Rng) -> tuple[Array, Array]:
-    x, labels, _ = draw(rng, 60)
-    return x.astype(np.float16), labels
-
-
-def on_the_sphere(rng: Rng) -> tuple[Array, Array]:
-    """Of unit length up to rounding, so that the length says nothing."""
-    x, labels, _ = draw(rng, 60)
-    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32), labels
-
-
-EDGES = [few, flat, collinear, repeated, all_alike, with_constants, lonely, many_classes, far_off, huge, tiny, half]
-
-
-@pytest.mark.parametrize(
-    ("data", "normalize"),
-    [(make, "l2") for make in [*EDGES, on_the_sphere]]
-    + [(make, None) for make in (few, all_alike, far_off, huge, tiny)],
-)
-def test_data_at_the_edges(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], normalize: Any) -> None:
-    x, labels = data(rng)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of small classes, as it should
-        head = TrustHead.fit(x, labels, normalize=normalize)
-    head.calibrate(x, labels)
-    z = batch(x)
-    out = head(z)
-    assert all(field.double().isfinite().all() for field in out[10:])
-    assert ((out.confidence >= 0) & (out.confidence <= 1)).all()
-    assert ((out.joint >= 0) & (out.joint <= 1)).all()
-    assert ((out.p_value > 0) & (out.p_value <= 1)).all()
-    assert float(out.accept.double().mean()) >= 0.75
-    assert head(z[:0]).confidence.shape == (0,)
-    wrong = head(z, labels=(torch.from_numpy(labels) + 1) % len(head.classes))
-    right = head(z, labels=torch.from_numpy(labels))
-    assert float(right.confidence.mean()) > float(wrong.confidence.mean())

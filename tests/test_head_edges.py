@@ -1,0 +1,114 @@
+"""A head on data at the edges: tiny, flat, repeated, far off, huge; it says something sensible or refuses clearly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from overlapping_classes import MEANS, batch, draw
+
+from sepc_torch import TrustHead
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+
+
+def few(rng: Rng) -> tuple[Array, Array]:
+    labels = np.repeat([0, 1], 12)
+    return rng.normal(size=(24, 4)) + 3.0 * labels[:, None], labels
+
+
+def flat(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return x[:, :2], labels
+
+
+def collinear(rng: Rng) -> tuple[Array, Array]:
+    """On a line that misses the origin."""
+    x, labels, _ = draw(rng, 60)
+    return 3.0 * x[:, :1] * np.ones(4) + np.arange(4.0), labels
+
+
+def repeated(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 30)
+    return np.repeat(x, 3, axis=0), np.repeat(labels, 3)
+
+
+def all_alike(_: Rng) -> tuple[Array, Array]:
+    labels = np.repeat([0, 1, 2], 40)
+    return MEANS[labels], labels
+
+
+def with_constants(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return np.column_stack([x, np.full(60, 7.0), np.zeros(60)]), labels
+
+
+def lonely(rng: Rng) -> tuple[Array, Array]:
+    """A class of a single point."""
+    x, labels, _ = draw(rng, 60)
+    labels = labels % 2
+    labels[0] = 2
+    return x, labels
+
+
+def many_classes(rng: Rng) -> tuple[Array, Array]:
+    labels = np.arange(150) % 30
+    return 9.0 * rng.normal(size=(30, 10))[labels] + rng.normal(size=(150, 10)), labels
+
+
+def far_off(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return x + 1e4, labels
+
+
+def huge(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return 1e8 * x, labels
+
+
+def tiny(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return 1e-8 * x, labels
+
+
+def half(rng: Rng) -> tuple[Array, Array]:
+    x, labels, _ = draw(rng, 60)
+    return x.astype(np.float16), labels
+
+
+def on_the_sphere(rng: Rng) -> tuple[Array, Array]:
+    """Of unit length up to rounding, so that the length says nothing."""
+    x, labels, _ = draw(rng, 60)
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32), labels
+
+
+EDGES = [few, flat, collinear, repeated, all_alike, with_constants, lonely, many_classes, far_off, huge, tiny, half]
+
+
+@pytest.mark.parametrize(
+    ("data", "normalize"),
+    [(make, "l2") for make in [*EDGES, on_the_sphere]]
+    + [(make, None) for make in (few, all_alike, far_off, huge, tiny)],
+)
+def test_data_at_the_edges(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], normalize: Any) -> None:
+    x, labels = data(rng)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of small classes, as it should
+        head = TrustHead.fit(x, labels, normalize=normalize)
+    head.calibrate(x, labels)
+    z = batch(x)
+    out = head(z)
+    assert all(field.double().isfinite().all() for field in out[10:])
+    assert ((out.confidence >= 0) & (out.confidence <= 1)).all()
+    assert ((out.joint >= 0) & (out.joint <= 1)).all()
+    assert ((out.p_value > 0) & (out.p_value <= 1)).all()
+    assert float(out.accept.double().mean()) >= 0.75
+    assert head(z[:0]).confidence.shape == (0,)
+    wrong = head(z, labels=(torch.from_numpy(labels) + 1) % len(head.classes))
+    right = head(z, labels=torch.from_numpy(labels))
+    assert float(right.confidence.mean()) > float(wrong.confidence.mean())
