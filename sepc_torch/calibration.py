@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.evidence import Facts
+from sepc_torch.baselines.softmax import fit_temperature
+from sepc_torch.evidence import Facts, with_softmax
 from sepc_torch.guarantees import (
     ClassCalibration,
     class_calibration,
@@ -37,6 +38,9 @@ PRIOR = {"softmax": 0.5, "regions": 0.5, "neighbours": 1.0}
 _PRIOR_WIDTH = 1.0
 _BIAS_WIDTH = 10.0
 _NEWTON_STEPS = 50
+# Bounds of temperatures, which labels without a mistake would drive to zero, and of logits.
+_MOST_HEAT = 20.0
+_MOST_LOGIT = 1e4
 # The share of ordinary points whose excess sets the slope of the tail, and how many there must be.
 _TAIL = 0.1
 _LEAST_TAIL = 5
@@ -218,15 +222,18 @@ class View(nn.Module):
     """One kind of label to judge, the network's or the head's own.
 
     ``confidence`` was fitted to all calibration points, ``ranking`` to half of them; of the other half ``held_joint``
-    are the joint scores and ``held_right`` says which labels are right. ``threshold`` is from where on it accepts.
+    are the joint scores and ``held_right`` says which labels are right. ``threshold`` is from where on it accepts,
+    ``temperature`` what logits are divided by.
     """
 
     held_joint: Tensor
     held_right: Tensor
     threshold: Tensor
+    temperature: Tensor
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
+        self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
         self.confidence = Confidence(names)
         self.ranking = Confidence(names)
         self.register_buffer("held_joint", torch.zeros(0))
@@ -282,17 +289,19 @@ class Calibration(nn.Module):
         classes: int,
         hold_out: float,
         seed: int,
+        logits: Float[Tensor, "M C"] | None = None,
     ) -> None:
         """Learn from points with known labels.
 
         Args:
             facts: Under ``"own"`` those of the head's own labels and, where logits are known, under ``"network"``
-                those of the network's, softmax first.
+                those of the network's.
             right: Whether those labels are right.
-            codes: The true classes, and how many there are.
+            codes: The true classes.
             classes: Number of classes.
             hold_out: The share of points that is only ranked.
             seed: For the choice of those.
+            logits: What the network says, if it is asked.
         """
         ranked = round(hold_out * len(codes))
         if min(ranked, len(codes) - ranked) < _LEAST_TAIL:
@@ -307,6 +316,12 @@ class Calibration(nn.Module):
         combined, typical = self.typicality(strangeness[held])
         self.held_strangeness = sorted_calibration(combined)
         self.class_strangeness, self.class_counts = class_calibration(combined, codes.cpu()[held], classes)
+        if logits is not None:
+            logits, label = _finite(logits).cpu(), logits.argmax(dim=1).cpu()
+            temperature = fit_temperature(logits[fitted], codes.cpu()[fitted])
+            self.network.temperature.fill_(min(max(temperature, 1.0 / _MOST_HEAT), _MOST_HEAT))
+            network = Facts(*(part.cpu() for part in facts["network"]))
+            facts = {**facts, "network": with_softmax(network, logits / self.network.temperature, label)}
         for name, view in (("network", self.network), ("own", self.own)):
             if name not in facts:
                 continue
@@ -316,8 +331,12 @@ class Calibration(nn.Module):
             view.held_joint = joint_score(view.ranking(support[held]), typical)
             view.held_right = correct[held]
 
-    def forward(self, view: View, facts: Facts, label: Int[Tensor, "B"]) -> Calibrated:
-        """Judge labels with the evidence for them, as one of the views."""
+    def forward(self, facts: Facts, label: Int[Tensor, "B"], logits: Float[Tensor, "B C"] | None = None) -> Calibrated:
+        """Judge labels with the evidence for them and, where they are known, the logits."""
+        view = self.own
+        # Calibrated without logits, it does not know what softmax is worth.
+        if logits is not None and (self.network.done or not self.done):
+            view, facts = self.network, with_softmax(facts, _finite(logits) / self.network.temperature.double(), label)
         confidence = view.confidence(facts.support)
         if not view.done:
             unknown = torch.full_like(confidence, torch.nan)
@@ -334,6 +353,11 @@ class Calibration(nn.Module):
             joint=joint,
             accept=joint >= view.threshold.to(joint.dtype),
         )
+
+
+def _finite(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
+    """Logits in float64; a class that is masked by -inf gets a number that softmax takes for zero."""
+    return logits.double().clamp(-_MOST_LOGIT, _MOST_LOGIT)
 
 
 def joint_score(confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:

@@ -25,7 +25,7 @@ from sepc_torch.bank import at_least_float32
 from sepc_torch.calibration import Acceptance, Calibrated, Calibration
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.embedding import gather
-from sepc_torch.evidence import Evidence, fit_evidence, pieces_of, with_softmax
+from sepc_torch.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.explaining import Explanation
 from sepc_torch.inputs import check_choice, count, label_array, numeric_points, training_set
 from sepc_torch.prediction import HeadPrediction
@@ -190,13 +190,9 @@ class TrustHead(nn.Module):
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
         label = label.clamp_min(0)
         facts = self.evidence(z, label)
-        view = self.calibration.own
-        # A head calibrated without logits does not know what softmax is worth.
-        if logits is not None and (self.calibration.network.done or not self.calibration.done):
-            facts, view = with_softmax(facts, logits, label), self.calibration.network
-        # Zeros that are not put on the unit sphere have a distance, but no density.
         bad = bad | facts.support.isnan().any(dim=1)
-        found = self.calibration(view, facts, label)
+        facts = facts._replace(strangeness=torch.where(bad[:, None], torch.nan, facts.strangeness))
+        found = self.calibration(facts, label, logits)
         return found._replace(
             confidence=torch.where(bad, 0.0, found.confidence),
             joint=torch.where(bad, 0.0, found.joint),
@@ -239,10 +235,10 @@ class TrustHead(nn.Module):
             given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
             logits = given.to(z.device)
             label = self._check_logits(logits, len(z)).argmax(dim=1)
-            facts["network"] = with_softmax(self.evidence(z, label), logits, label)
+            facts["network"] = self.evidence(z, label)
             right["network"] = label == codes
         calibration = Calibration(self.evidence.names, self.evidence.kinds)
-        calibration.fit(facts, right, codes, len(self.classes), hold_out, seed)
+        calibration.fit(facts, right, codes, len(self.classes), hold_out, seed, logits)
         self.calibration = calibration.to(z.device)
         self.accept_at(flag_rate=_FLAG_RATE)
         return self
