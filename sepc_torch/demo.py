@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
-from sklearn.datasets import load_breast_cancer, make_moons
+from sklearn.datasets import load_breast_cancer, load_digits, make_moons
 from sklearn.model_selection import train_test_split
+from sklearn.neural_network import MLPClassifier
 
 from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
 from sepc_torch.plot import draw_decisions, draw_partition
 from sepc_torch.rules import Rule
 from sepc_torch.shapes import Array, Int
+from sepc_torch.tables import text_table
 from sepc_torch.tabular import summary
 
 # Below this trust, or outside every ellipsoid, a prediction goes to a person.
 _THRESHOLD = 0.95
+# The share of ordinary digits that may be refused.
+_FLAG_RATE = 0.1
 
 
 class Split(NamedTuple):
@@ -32,7 +37,7 @@ class Split(NamedTuple):
 
 
 def main(folder: Path) -> None:
-    """Fit, freeze, score, explain and draw; write the model and the pictures into the folder."""
+    """Fit, freeze, score, explain, judge a network and draw; write models and pictures into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     data = load_breast_cancer(as_frame=True)
@@ -43,10 +48,12 @@ def main(folder: Path) -> None:
     split = Split(fit, fit_labels, np.array(held_out), held_out_labels)
     sepc = _fit(split, folder)
     _score(sepc, split)
+    _accept(folder)
     _draw_moons(folder)
     print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {folder}:")
     print("  wdbc.partition.safetensors  the partition, with its hyperplanes (Partition.load)")
     print("  wdbc.safetensors            the frozen model (SEPC.load, sepc score, sepc explain)")
+    print("  digits.head.safetensors     the calibrated trust head (TrustHead.load)")
     print("  moons.png                   two moons, the ellipses that cover them")
     print("  moons-decisions.png         two moons, the plane coloured by label and trust")
 
@@ -110,8 +117,40 @@ def _interesting(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
     }
 
 
+def _accept(folder: Path) -> None:
+    _title("5. Trust a network: handwritten digits, and nobody told it of 8 and 9")
+    pixels, digit = load_digits(return_X_y=True)
+    fold, known = np.arange(len(digit)) % 3, digit < 8
+    train, held, new = (known & (fold == f) for f in range(3))
+    network = MLPClassifier([64], solver="lbfgs", random_state=0).fit(pixels[train] / 16, digit[train])
+    z = np.maximum(pixels / 16 @ network.coefs_[0] + network.intercepts_[0], 0)
+    logits = z @ network.coefs_[1] + network.intercepts_[1]
+    head = TrustHead.fit(z[train], digit[train])
+    head.calibrate(z[held], digit[held], logits[held])
+    head.accept_at(flag_rate=_FLAG_RATE)
+    rows = []
+    for name, chosen in (("digits it knows", new), ("8 and 9", ~known)):
+        out = head(torch.from_numpy(z[chosen]).float(), torch.from_numpy(logits[chosen]))
+        wrong, accepted = logits[chosen].argmax(axis=1) != digit[chosen], out.accept.numpy()
+        sure = np.exp(logits[chosen] - logits[chosen].max(axis=1, keepdims=True)).sum(axis=1) < 1 / 0.95
+        rows.append(
+            [
+                name,
+                str(len(wrong)),
+                f"{wrong.mean():.1%}",
+                f"{sure.mean():.1%}",
+                f"{accepted.mean():.1%}",
+                f"{wrong[accepted].mean():.1%}" if accepted.any() else "",
+            ]
+        )
+    header = ["new pictures", "number", "network wrong", "softmax > 95 %", "head accepts", "of those wrong"]
+    print(text_table(header, rows))
+    print(f"\nThe head was asked to refuse at most {_FLAG_RATE:.0%} of ordinary digits; it has never seen an 8 or a 9.")
+    head.save(folder / "digits.head.safetensors")
+
+
 def _draw_moons(folder: Path) -> None:
-    _title("5. Draw: two moons, where everything can be seen")
+    _title("6. Draw: two moons, where everything can be seen")
     split = Split(*make_moons(400, noise=0.12, random_state=0), *make_moons(200, noise=0.12, random_state=1))
     found = partition(split.fit, split.fit_labels, max_impure=2)
     print(found)

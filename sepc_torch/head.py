@@ -36,8 +36,9 @@ from sepc_torch.shapes import Array, Bool, Int
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
 _MOST_DIMENSIONS = 32
-# Training points kept to measure how near the next one is: 4 MB of 64 features. More told little more.
+# Training points kept to measure how near the next one is, and how many numbers that may be: 32 MiB.
 _WITNESSES = 16384
+_WITNESS_NUMBERS = 2**23
 # Ordinary points that a freshly calibrated head refuses.
 _FLAG_RATE = 0.05
 # Calibration points that can be split in two halves which still say something.
@@ -79,7 +80,7 @@ class TrustHead(nn.Module):
         max_impure: int | None = None,
         nearest: Nearest = "mahalanobis",
         nan_policy: NanPolicy = "raise",
-        witnesses: int = _WITNESSES,
+        witnesses: int | None = None,
         floor: float = DEFAULT_FLOOR,
         solver: str = "native",
         n_jobs: int | None = None,
@@ -103,8 +104,9 @@ class TrustHead(nn.Module):
                 least 2.
             nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
             nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros.
-            witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest.
-                With 0 it keeps none of them, and confidence and strangeness rest on the regions alone.
+            witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest; by
+                default 16 384, fewer above 512 features. With 0 it keeps none of them, and confidence and strangeness
+                rest on the regions alone.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
             n_jobs: Processes, as in joblib.
@@ -116,7 +118,8 @@ class TrustHead(nn.Module):
         if normalize not in ("l2", "standardize", None):
             raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
         check_choice("projection", projection, get_args(Method))
-        witnesses = count(witnesses, "witnesses")
+        if witnesses is not None:
+            count(witnesses, "witnesses")
         embeddings, labels = gather(embeddings, labels, encoder)
         data = training_set(embeddings, labels, classes, least_per_class=1)
         sizes = np.bincount(data.codes)
@@ -157,6 +160,8 @@ class TrustHead(nn.Module):
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
+        if witnesses is None:
+            witnesses = min(_WITNESSES, _WITNESS_NUMBERS // features)
         pieces = pieces_of(part, points, data.codes)
         return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, witnesses))
 

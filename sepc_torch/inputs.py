@@ -84,8 +84,8 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
         raise TypeError(f"{name} must hold real numbers, got dtype {points.dtype}.")
     if points.ndim != 2 or 0 in points.shape:
         raise ValueError(f"{name} must be a non-empty array of shape (points, features), got shape {points.shape}.")
-    # Row by row: a DataFrame's numbers lie by column, and sums in another order have other last digits.
-    points = np.ascontiguousarray(points, dtype=np.float64)
+    # A copy, row by row: a DataFrame hands out read-only numbers by column, and sums in another order differ.
+    points = np.array(points, dtype=np.float64, order="C")
     bad = ~np.isfinite(points)
     if bad.any():
         row, column = (int(i) for i in np.argwhere(bad)[0])

@@ -34,7 +34,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         embed: Name of the submodule whose output is the embedding, or a function (module, batch) -> (B, D).
         head: An :class:`~sepc_torch.SEPC` or :class:`~sepc_torch.TrustHead` to begin with; None to fit one in training.
             Training replaces it at the first refit: to keep it, give ``refit_every_n_epochs=0``.
-        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head.
+        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head. Unless
+            ``{"witnesses": n}`` is among them the head keeps no training embeddings; to calibrate it later, keep some.
         refit_every_n_epochs: How often to refit; the last epoch always does, and so does a validation without any head
             yet. 0 is never.
         fit_data: What to fit to: a data set or loader, without augmentation. By default the pool's labelled samples,

@@ -142,6 +142,7 @@ def fit_head(trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor
             if not isinstance(head, Head):
                 raise TypeError(f"fit= must return an SEPC or a TrustHead, got a {type(head).__name__}.")
             return head
-        return TrustHead.fit(rows["emb"], rows["target"], **{"progress": False, **(fit or {})})
+        # Flags rest on the ellipsoids alone, and the head travels in every checkpoint: no witnesses unless asked for.
+        return TrustHead.fit(rows["emb"], rows["target"], **{"progress": False, "witnesses": 0, **(fit or {})})
 
     return on_rank_zero(trainer, "the refit", work)
