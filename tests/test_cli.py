@@ -19,7 +19,7 @@ import pytest
 from sklearn.datasets import load_iris
 from typer.testing import CliRunner, Result
 
-from sepc_torch import SEPC, Partition, Rule, __version__, partition
+from sepc_torch import SEPC, Partition, Rule, TrustHead, __version__, partition
 from sepc_torch.cli import NearestBy, app
 from sepc_torch.sepc import Nearest
 from sepc_torch.tabular import numbers, read_table
@@ -498,10 +498,12 @@ def test_help_is_quick() -> None:
 def test_demo(tmp_path: Path) -> None:
     printed = succeed("demo", tmp_path / "shown")
     written = {path.name for path in (tmp_path / "shown").iterdir()}
-    assert written == {"wdbc.partition.safetensors", "wdbc.safetensors", "moons.png", "moons-decisions.png"}
+    models = {"wdbc.partition.safetensors", "wdbc.safetensors", "digits.head.safetensors"}
+    assert written == models | {"moons.png", "moons-decisions.png"}
     assert all(name in printed for name in written)
     for said in ("OUTSIDE", "of the records, ", "A trusted record", "A record far outside", "A mistake", "runner-up"):
         assert said in printed
     assert SEPC.load(tmp_path / "shown" / "wdbc.safetensors").dim == 30
+    assert TrustHead.load(tmp_path / "shown" / "digits.head.safetensors").accept_at(flag_rate=0.1).found
     assert Partition.load(tmp_path / "shown" / "wdbc.partition.safetensors").dim == 30
     assert all((tmp_path / "shown" / name).stat().st_size > 50_000 for name in ("moons.png", "moons-decisions.png"))
