@@ -1,4 +1,4 @@
-"""The tables of the trust panel, from its JSON."""
+"""The tables of the trust panel and of the head's defaults, from their JSON."""
 
 from __future__ import annotations
 
@@ -79,6 +79,39 @@ def _means(results: dict[str, Any]) -> str:
         for title, (a, b, c) in rows.items()
     ]
     return table(["score", "mistakes: NAURC", "unknowns: AUROC", "both: SCOD-AURC x 1000"], lines)
+
+
+def defaults() -> str:
+    """What each choice of ``TrustHead.fit`` does to every figure."""
+    results = load("head_defaults")
+    rows = [
+        [
+            ", ".join(f"`{key}={value!r}`" for key, value in row["choice"].items()) or "the defaults",
+            f"{row['mean']['dim']:.0f}",
+            f"{row['mean']['ellipsoids']:.0f}",
+            f"{row['mean']['accuracy']:.1%}",
+            *(f"{row['mean'][name]:.3f}" for name in ("auroc_of_trust", "auroc_of_margin")),
+            f"{row['mean']['mistakes']:.2f}",
+            f"{row['mean']['unknowns']:.3f}",
+            f"{row['mean']['both']:.1f}",
+            f"{row['mean']['seconds']:.1f} s",
+        ]
+        for row in results["rows"]
+    ]
+    header = [
+        "choice",
+        "dims",
+        "ellipsoids",
+        "own accuracy",
+        "trust: AUROC",
+        "margin: AUROC",
+        "confidence: AURC x 1000",
+        "unknowns: AUROC",
+        "joint: SCOD-AURC x 1000",
+        "fit",
+    ]
+    text = f"What the choices of `TrustHead.fit` do, each alone, means of {len(results['cases'])} open cases"
+    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}"
 
 
 def _kind(question: str) -> str:

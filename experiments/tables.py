@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from markdown_tables import load, table
-from panel_tables import panel
+from panel_tables import defaults, panel
 
 
 def solvers() -> str:
@@ -207,6 +207,7 @@ def active() -> str:
 
 SECTIONS = {
     "panel": panel,
+    "defaults": defaults,
     "active": active,
     "solvers": solvers,
     "partitions": partitions,

@@ -12,6 +12,7 @@ typicality and the joint score, the other half is only ranked. The confidence pr
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -248,10 +249,22 @@ class View(nn.Module):
     def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
         """Accept as much as keeps the risk with confidence 1 - delta, or refuse at most a share of ordinary points."""
         if flag_rate is not None:
-            return self._accept(flag_threshold(self.held_joint, flag_rate), found=True)
+            threshold = flag_threshold(self.held_joint, flag_rate)
+            if threshold == -math.inf:
+                warnings.warn(
+                    f"{len(self.held_joint)} ranked points are too few to refuse only {flag_rate:g} of ordinary ones, "
+                    f"so nothing is refused; calibrate with more, or ask for at least "
+                    f"{self.least_flag_rate(flag_rate):.3g}.",
+                    stacklevel=4,
+                )
+            return self._accept(threshold, found=True)
         assert risk is not None
         found = risk_threshold(self.held_joint, self.held_right, risk, delta)
         return self._accept(found.threshold, found.found)
+
+    def least_flag_rate(self, wanted: float) -> float:
+        """The rate that is wanted, or the least that so few points can promise."""
+        return max(wanted, 1.0 / (len(self.held_joint) + 1))
 
     def _accept(self, threshold: float, found: bool) -> Acceptance:
         self.threshold = self.held_joint.new_tensor(threshold)  # in the dtype of the scores, so that none is rounded
@@ -331,28 +344,41 @@ class Calibration(nn.Module):
             view.held_joint = joint_score(view.ranking(support[held]), typical)
             view.held_right = correct[held]
 
-    def forward(self, facts: Facts, label: Int[Tensor, "B"], logits: Float[Tensor, "B C"] | None = None) -> Calibrated:
-        """Judge labels with the evidence for them and, where they are known, the logits."""
-        view = self.own
-        # Calibrated without logits, it does not know what softmax is worth.
-        if logits is not None and (self.network.done or not self.done):
-            view, facts = self.network, with_softmax(facts, _finite(logits) / self.network.temperature.double(), label)
+    def forward(
+        self, facts: Facts, label: Int[Tensor, "B"], logits: Float[Tensor, "B C"] | None = None, *, own: bool = True
+    ) -> Calibrated:
+        """Judge labels with the evidence for them.
+
+        Args:
+            facts: The evidence for the labels.
+            label: The labels.
+            logits: The network's logits, if the labels are its.
+            own: Whether the labels are the head's own, where there are no logits. Of others, and of the network's after
+                a calibration without logits, nothing is known: their confidence and joint score are NaN.
+        """
+        view = self.own if logits is None else self.network
+        if logits is not None:
+            facts = with_softmax(facts, _finite(logits) / view.temperature.double(), label)
         confidence = view.confidence(facts.support)
-        if not view.done:
-            unknown = torch.full_like(confidence, torch.nan)
-            return Calibrated(confidence, unknown, unknown, unknown, unknown, torch.zeros_like(label, dtype=torch.bool))
+        unknown = torch.full_like(confidence, torch.nan)
+        nothing = torch.zeros_like(label, dtype=torch.bool)
+        if not self.done:
+            return Calibrated(confidence, unknown, unknown, unknown, unknown, nothing)
         strangeness, typical = self.typicality(facts.strangeness)
-        joint = joint_score(view.ranking(facts.support), typical)
-        return Calibrated(
-            confidence=confidence,
+        found = Calibrated(
+            confidence=unknown,
             p_value=p_value_from_sorted(self.held_strangeness, strangeness),
             class_p_value=class_p_value(
                 ClassCalibration(self.class_strangeness, self.class_counts), strangeness, label
             ),
             strangeness=strangeness,
-            joint=joint,
-            accept=joint >= view.threshold.to(joint.dtype),
+            joint=unknown,
+            accept=nothing,
         )
+        if not view.done or (logits is None and not own):
+            return found
+        joint = joint_score(view.ranking(facts.support), typical)
+        return found._replace(confidence=confidence, joint=joint, accept=joint >= view.threshold.to(joint.dtype))
 
 
 def _finite(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:

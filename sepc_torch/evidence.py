@@ -43,6 +43,14 @@ class Facts(NamedTuple):
     strangeness: Float[Tensor, "B S"]
 
 
+class Measured(NamedTuple):
+    """Log densities of every class, distances to the nearest witness of each (if any are kept), and strangeness."""
+
+    density: Float[Tensor, "B C"]
+    near: Float[Tensor, "B C"] | None
+    strangeness: Float[Tensor, "B S"]
+
+
 class Evidence(nn.Module):
     """Densities of regions and, where training points were kept, distances to neighbours.
 
@@ -74,7 +82,7 @@ class Evidence(nn.Module):
             Projection(**polar, unit_length=True),
             RegionDensities(bank, *regions),
             Projection(tensors["white.shift"], tensors["white.matrix"], unit_length=False),
-            Neighbours(tensors["witnesses.points"], tensors["witnesses.codes"]),
+            Neighbours(*(tensors[f"witnesses.{name}"] for name in ("offsets", "codes", "origin"))),
         )
 
     @property
@@ -88,16 +96,26 @@ class Evidence(nn.Module):
         return ("regions", "neighbours") if self.witnesses.ends else ("regions",)
 
     @torch.no_grad()
-    def forward(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"]) -> Facts:
-        """Support for a label (an index into the classes) and strangeness of each embedding."""
+    def measure(self, z: Float[Tensor, "B D"]) -> Measured:
+        """What embeddings are measured by, whatever their label."""
         density = self.densities(self.polar(z))
-        support = [torch.asinh(log_odds(density, label))]
         strangeness = [-density.amax(dim=1)]
+        near = None
         if self.witnesses.ends:
             near = self.witnesses(z)
-            support.append(_log_ratio(near, label).clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO))
             strangeness += [near.amin(dim=1), self.white_witnesses(self.white(z)).squeeze(1)]
-        return Facts(torch.stack(support, dim=1), torch.stack(strangeness, dim=1))
+        return Measured(density, near, torch.stack(strangeness, dim=1))
+
+    def judge(self, measured: Measured, label: Int[Tensor, "B"]) -> Facts:
+        """What the measures say for labels (indices into the classes)."""
+        support = [torch.asinh(log_odds(measured.density, label))]
+        if measured.near is not None:
+            support.append(_log_ratio(measured.near, label).clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO))
+        return Facts(torch.stack(support, dim=1), measured.strangeness)
+
+    def forward(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"]) -> Facts:
+        """Support for a label and strangeness of each embedding; no gradient flows through them."""
+        return self.judge(self.measure(z), label)
 
 
 def _after_loading(module: Evidence, _keys: Any) -> None:

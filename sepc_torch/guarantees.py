@@ -86,6 +86,8 @@ def p_value_from_sorted(ordered: Float[Tensor, "M"], strangeness: Float[Tensor, 
     tensor([0.7500, 0.2500])
     """
     _check_line(ordered, "sorted calibration points")
+    if not strangeness.is_floating_point():
+        strangeness = strangeness.to(ordered.dtype)
     dtype = torch.promote_types(ordered.dtype, strangeness.dtype)
     below = torch.searchsorted(ordered.to(dtype).contiguous(), _nan_is_strangest(strangeness).to(dtype).contiguous())
     m = ordered.shape[0]
@@ -173,7 +175,7 @@ def flag_threshold(score: Float[Tensor, "M"], flag_rate: float) -> float:
     -inf
     """
     check_calibration(score)
-    _check_share(flag_rate, "flag_rate")
+    flag_rate = check_share(flag_rate, "flag_rate")
     # A hair more, so that 0.29 of 100 is 29 and not, by rounding, 28.
     k = math.floor(flag_rate * (len(score) + 1) * (1.0 + 1e-12))
     return -math.inf if k < 1 else float(score.detach().kthvalue(min(k, len(score))).values)
@@ -206,8 +208,7 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
     >>> found.found, found.accepted, found.errors, round(found.bound, 3)
     (True, 83, 3, 0.094)
     """
-    _check_share(risk, "risk")
-    _check_share(delta, "delta")
+    risk, delta = check_share(risk, "risk"), check_share(delta, "delta")
     check_calibration(score)
     check_correct(correct, score)
     if bool((score == torch.inf).any()):
@@ -315,9 +316,14 @@ def _check_line(values: Any, name: str) -> None:
         raise ValueError(f"There are no {name}; hold some points back from training.")
 
 
-def _check_share(value: float, name: str) -> None:
-    if not 0.0 < value < 1.0:  # in this form NaN is refused too
-        raise ValueError(f"{name} must lie between 0 and 1, both excluded; got {value}.")
+def check_share(value: Any, name: str) -> float:
+    """A share between 0 and 1 as a plain number, or a clear error."""
+    if isinstance(value, str) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{name} must be a number between 0 and 1, got {value!r}.")
+    share = float(value)
+    if not 0.0 < share < 1.0:  # in this form NaN is refused too
+        raise ValueError(f"{name} must lie between 0 and 1, both excluded; got {share}.")
+    return share
 
 
 def _nan_is_strangest(strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:

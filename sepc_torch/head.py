@@ -27,6 +27,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.embedding import gather
 from sepc_torch.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.explaining import Explanation
+from sepc_torch.guarantees import check_share
 from sepc_torch.inputs import check_choice, count, label_array, numeric_points, training_set
 from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
@@ -41,6 +42,8 @@ _WITNESSES = 16384
 _WITNESS_NUMBERS = 2**23
 # Ordinary points that a freshly calibrated head refuses.
 _FLAG_RATE = 0.05
+# The share of calibration points that may lie on training points by chance: some data sets repeat themselves.
+_MOST_TWINS = 0.5
 # Calibration points that can be split in two halves which still say something.
 LEAST_CALIBRATION = 20
 # Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
@@ -105,8 +108,8 @@ class TrustHead(nn.Module):
             nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
             nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros.
             witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest; by
-                default 16 384, fewer above 512 features. With 0 it keeps none of them, and confidence and strangeness
-                rest on the regions alone.
+                default 16 384, fewer above 512 features; of every class at least one. With 0 it keeps none, and
+                confidence and strangeness rest on the regions alone.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
             n_jobs: Processes, as in joblib.
@@ -182,12 +185,11 @@ class TrustHead(nn.Module):
         if logits is not None:
             labels = self._check_logits(logits, z.shape[0]).argmax(dim=1)
         own, given = self.sepc.judge(self.projection(z), labels)
-        return HeadPrediction(
-            *own, given.label, given.trust, given.margin, *self._calibrated(z, given.label, own.label < 0, logits)
-        )
+        calibrated = self._calibrated(z, given.label, own.label < 0, logits, own=labels is None)
+        return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
 
     def _calibrated(
-        self, z: Tensor, label: Int[Tensor, "B"], bad: Bool[Tensor, "B"], logits: Tensor | None
+        self, z: Tensor, label: Int[Tensor, "B"], bad: Bool[Tensor, "B"], logits: Tensor | None, *, own: bool
     ) -> Calibrated:
         """What evidence and calibration say of labels; of rows without a distance, nothing good."""
         if self.evidence is None or self.calibration is None:
@@ -197,13 +199,14 @@ class TrustHead(nn.Module):
         facts = self.evidence(z, label)
         bad = bad | facts.support.isnan().any(dim=1)
         facts = facts._replace(strangeness=torch.where(bad[:, None], torch.nan, facts.strangeness))
-        found = self.calibration(facts, label, logits)
+        found = self.calibration(facts, label, logits, own=own)
         return found._replace(
             confidence=torch.where(bad, 0.0, found.confidence),
             joint=torch.where(bad, 0.0, found.joint),
             accept=found.accept & ~bad,
         )
 
+    @torch.inference_mode(False)  # what is made here is kept, and loaded into later
     @torch.no_grad()
     def calibrate(
         self, embeddings: Any, labels: Any, logits: Any = None, *, hold_out: float = 0.5, seed: int = 0
@@ -223,29 +226,38 @@ class TrustHead(nn.Module):
         """
         if self.evidence is None or self.calibration is None:
             raise RuntimeError("This head has no evidence to calibrate; make it with TrustHead.fit.")
-        if not 0.0 < hold_out < 1.0:
-            raise ValueError(f"hold_out must lie between 0 and 1, both excluded; got {hold_out}.")
+        hold_out, seed = check_share(hold_out, "hold_out"), count(seed, "seed")
         z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
         codes = self._codes(labels, len(z))
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
-        facts = {"own": self.evidence(z, own.clamp_min(0))}
+        measured = self.evidence.measure(z)
+        facts = {"own": self.evidence.judge(measured, own.clamp_min(0))}
         bad = (own < 0) | facts["own"].support.isnan().any(dim=1)
         if bool(bad.any()):
-            raise ValueError(f"Row {int(bad.nonzero()[0])} of embeddings has no direction; leave it out.")
+            raise ValueError(
+                f"Row {int(bad.nonzero()[0])} of embeddings has no direction; leave it out. The promises then hold for "
+                "embeddings that have one."
+            )
+        if measured.near is not None and float((measured.near.amin(dim=1) == 0).double().mean()) > _MOST_TWINS:
+            warnings.warn(
+                "Most calibration points are training points of the head: everything new will seem strange. Calibrate "
+                "with points that neither the network nor the head was fitted on.",
+                stacklevel=4,  # two decorators stand between
+            )
         right = {"own": own == codes}
         if logits is not None:
             # NumPy takes lists and tables too; -inf, which masks a class, is allowed.
             given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
             logits = given.to(z.device)
             label = self._check_logits(logits, len(z)).argmax(dim=1)
-            facts["network"] = self.evidence(z, label)
+            facts["network"] = self.evidence.judge(measured, label)
             right["network"] = label == codes
         calibration = Calibration(self.evidence.names, self.evidence.kinds)
         calibration.fit(facts, right, codes, len(self.classes), hold_out, seed, logits)
         self.calibration = calibration.to(z.device)
-        self.accept_at(flag_rate=_FLAG_RATE)
+        self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 
     def accept_at(
@@ -257,12 +269,12 @@ class TrustHead(nn.Module):
             risk: The share of wrong labels among the accepted that is allowed, kept with probability 1 - ``delta``
                 over the calibration points. Where no threshold qualifies nothing is accepted, and ``found`` says so.
             delta: The probability that the promise about risk may fail.
-            flag_rate: Instead, the share of ordinary points that may be refused.
+            flag_rate: Instead, the share of ordinary points that may be refused, on average over calibrations.
 
         Returns:
             The threshold and what it does to the calibration points that were held out. It judges the network's labels
-            where logits were given to :meth:`calibrate`, else the head's own. A risk is promised for labels of the same
-            kind only, so call the head as it was calibrated: with logits, or with nothing.
+            where logits were given to :meth:`calibrate`, else the head's own. Labels that a calibration says nothing
+            about are never accepted: those given as ``labels=``, and the network's after a calibration without logits.
         """
         if self.calibration is None or not self.calibration.done:
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
@@ -271,7 +283,9 @@ class TrustHead(nn.Module):
         own = self.calibration.own.accept(risk, delta, flag_rate)
         return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
 
-    def _check_logits(self, logits: Tensor, points: int) -> Tensor:
+    def _check_logits(self, logits: Any, points: int) -> Tensor:
+        if not isinstance(logits, Tensor):
+            raise TypeError(f"logits must be a tensor, got {type(logits).__name__}; use torch.as_tensor(logits).")
         if logits.shape != (points, len(self.classes)):
             raise ValueError(
                 f"logits must have shape {(points, len(self.classes))}, a column for each class, "
@@ -290,8 +304,8 @@ class TrustHead(nn.Module):
         strangers = sorted({repr(label) for label in given.tolist() if label not in place})
         if strangers:
             raise ValueError(
-                f"The head was not fitted on the labels {', '.join(strangers[:5])}; leave such points out: what is "
-                "unknown cannot calibrate."
+                f"The head was not fitted on the labels {', '.join(strangers[:5])}; it knows {len(self.classes)}, such "
+                f"as {self.classes[0]!r}. Give labels of that type, and leave points of unknown classes out."
             )
         return torch.tensor([place[label] for label in given.tolist()], device=self.sepc.codes.device)
 

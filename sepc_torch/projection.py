@@ -58,6 +58,8 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or predict.")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
         dtype = torch.promote_types(x.dtype, self.shift.dtype)

@@ -241,8 +241,9 @@ class SEPC(nn.Module):
         if self.nan_policy == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(
-                f"z holds NaN, infinity or numbers too large for {distance.dtype} in {int(bad.sum())} rows, first in "
-                f"row {row}. Drop such rows, or choose nan_policy='flag' to give them label -1 and trust 0."
+                f"z holds NaN, infinity, numbers too large for {distance.dtype} or, where embeddings are normalised, "
+                f"nothing but zeros in {int(bad.sum())} rows, first in row {row}. Drop such rows, or choose "
+                "nan_policy='flag' to give them label -1 and trust 0."
             )
         return bad
 

@@ -98,9 +98,9 @@ EDGES = [few, flat, collinear, repeated, all_alike, with_constants, lonely, many
 def test_data_at_the_edges(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], normalize: Any) -> None:
     x, labels = data(rng)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of small classes, as it should
+        warnings.simplefilter("ignore", UserWarning)  # of small classes, and of training points, as it should
         head = TrustHead.fit(x, labels, normalize=normalize)
-    head.calibrate(x, labels)
+        head.calibrate(x, labels)
     z = batch(x)
     out = head(z)
     assert all(field.double().isfinite().all() for field in out[10:])
@@ -109,6 +109,7 @@ def test_data_at_the_edges(rng: Rng, data: Callable[[Rng], tuple[Array, Array]],
     assert ((out.p_value > 0) & (out.p_value <= 1)).all()
     assert float(out.accept.double().mean()) >= 0.75
     assert head(z[:0]).confidence.shape == (0,)
-    wrong = head(z, labels=(torch.from_numpy(labels) + 1) % len(head.classes))
-    right = head(z, labels=torch.from_numpy(labels))
-    assert float(right.confidence.mean()) > float(wrong.confidence.mean())
+    assert head.evidence is not None
+    truth = torch.tensor([head.classes.index(label) for label in labels.tolist()])
+    right, wrong = (head.evidence(z, label).support for label in (truth, (truth + 1) % len(head.classes)))
+    assert float(right.mean()) > float(wrong.mean())
