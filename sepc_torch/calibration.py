@@ -1,8 +1,7 @@
 r"""From evidence to probabilities: how likely a label is right, how ordinary a point is, and both in one number.
 
-The confidence is :math:`\sigma(w \cdot x + b)` with weights :math:`w \ge 0`, so that more evidence never lowers it. The
-typicality is the share of ordinary points that are as strange; beyond the strangest tenth the share falls
-exponentially, so that it never ends in ties.
+The confidence is the logistic model of :mod:`sepc_torch.confidence`. The typicality is the share of ordinary points
+that are as strange; beyond the strangest tenth the share falls exponentially, so that it never ends in ties.
 
 P-values and thresholds promise something about fresh points, and keep it exactly (:mod:`sepc_torch.guarantees`) only if
 what they rank was not fitted to the points they rank it on. So calibration data are split in two: one half fits the
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.baselines.softmax import fit_temperature
+from sepc_torch.confidence import Confidence
 from sepc_torch.evidence import Facts, with_softmax
 from sepc_torch.guarantees import (
     ClassCalibration,
@@ -31,14 +31,8 @@ from sepc_torch.guarantees import (
     risk_threshold,
     sorted_calibration,
 )
-from sepc_torch.shapes import Array, Bool, Float, Int
+from sepc_torch.shapes import Bool, Float, Int
 
-# The weights that evidence has before any calibration, and how far data are expected to move them: as wide as the
-# weights themselves. With the asinh of log odds and the log ratio of neighbours they rank well as they are.
-PRIOR = {"softmax": 0.5, "regions": 0.5, "neighbours": 1.0}
-_PRIOR_WIDTH = 1.0
-_BIAS_WIDTH = 10.0
-_NEWTON_STEPS = 50
 # Bounds of temperatures, which labels without a mistake would drive to zero, and of logits.
 _MOST_HEAT = 20.0
 _MOST_LOGIT = 1e4
@@ -48,89 +42,6 @@ _LEAST_TAIL = 5
 # Odds that a point is unknown before it is looked at. At a typicality p they are this over p: where one ordinary point
 # in ten is as strange, known and unknown are equally likely.
 UNKNOWN_ODDS = 0.1
-
-
-class Confidence(nn.Module):
-    r"""The probability :math:`\sigma(w \cdot x + b)` that a label is right, with the evidence x for it.
-
-    >>> model = Confidence(["regions", "neighbours"])
-    >>> model(torch.tensor([[0.0, 0.0], [2.0, 1.0]]))
-    tensor([0.5000, 0.8808])
-    """
-
-    weights: Tensor
-    bias: Tensor
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.register_buffer("weights", torch.tensor([PRIOR[name] for name in names]))
-        self.register_buffer("bias", torch.zeros(()))
-
-    def forward(self, support: Float[Tensor, "B F"]) -> Float[Tensor, "B"]:
-        """The confidence of every row."""
-        return torch.sigmoid((support * self.weights.to(support.dtype)).sum(dim=1) + self.bias.to(support.dtype))
-
-    def fit(self, support: Float[Array, "M F"], right: Bool[Array, "M"]) -> None:
-        """Learn from labels that are known to be right or wrong; few of them leave the prior almost as it is."""
-        weights, bias = fit_logistic(support, right, self.weights.cpu().double().numpy())
-        self.weights.copy_(torch.from_numpy(weights))
-        self.bias.fill_(bias)
-
-
-def fit_logistic(
-    x: Float[Array, "M F"], right: Bool[Array, "M"], prior: Float[Array, "F"]
-) -> tuple[Float[Array, "F"], float]:
-    r"""Weights :math:`w \ge 0` and bias b of the likeliest logistic model, near the prior where data say little.
-
-    Minimises the cross-entropy plus :math:`\tfrac12 \|w - w_0\|^2` and a weak pull of b to zero. As targets for right
-    and wrong serve Platt's :math:`\frac{n_+ + 1}{n_+ + 2}` and :math:`\frac{1}{n_- + 2}`: a hundred labels without a
-    mistake do not prove that there are none.
-
-    >>> w, b = fit_logistic(np.array([[-1.0], [1.0]] * 50), np.array([False, True] * 50), np.ones(1))
-    >>> (w > 1).all(), abs(b) < 1e-6
-    (np.True_, True)
-    """
-    wins = int(right.sum())
-    target = np.where(right, (wins + 1) / (wins + 2), 1 / (len(right) - wins + 2))
-    features = x.shape[1]
-    found: list[tuple[float, Array]] = []
-    # The problem is convex and small: the best of the solutions with some weights fixed at zero and none below it.
-    for chosen in range(2**features):
-        free = np.array([*(chosen >> j & 1 for j in range(features)), 1], dtype=bool)
-        loss, solution = _newton(x, target, prior, free)
-        if (solution[:-1] >= 0).all():
-            found.append((loss, solution))
-    best = min(found, key=lambda pair: pair[0])[1]
-    return best[:-1], float(best[-1])
-
-
-def _newton(
-    x: Float[Array, "M F"], target: Float[Array, "M"], prior: Float[Array, "F"], free: Bool[Array, "E"]
-) -> tuple[float, Float[Array, "E"]]:
-    """The penalised fit with some weights free and the others zero, by Newton's method with halved steps."""
-    design = np.column_stack([x, np.ones(len(x))])
-    pull = np.array([_PRIOR_WIDTH**-2] * len(prior) + [_BIAS_WIDTH**-2])
-    centre = np.append(prior, 0.0)
-
-    def loss(w: Float[Array, "E"]) -> float:
-        score = design @ w
-        return float((np.logaddexp(0.0, score) - target * score).sum() + (pull * (w - centre) ** 2).sum() / 2)
-
-    w = np.where(free, centre, 0.0)
-    value = loss(w)
-    for _ in range(_NEWTON_STEPS):
-        probability = 0.5 * (1.0 + np.tanh(design @ w / 2))
-        gradient = (design.T @ (probability - target) + pull * (w - centre))[free]
-        curvature = (design.T * (probability * (1.0 - probability))) @ design + np.diag(pull)
-        step = np.zeros(len(w))
-        step[free] = np.linalg.solve(curvature[np.ix_(free, free)], gradient)
-        while loss(w - step) > value and np.abs(step).max() > 1e-12:
-            step /= 2
-        w, before = w - step, value
-        value = loss(w)
-        if before - value <= 1e-12 * max(1.0, abs(value)):
-            break
-    return value, w
 
 
 class Typicality(nn.Module):
@@ -340,7 +251,7 @@ class Calibration(nn.Module):
                 continue
             support, correct = facts[name].support.cpu(), right[name].cpu()
             view.confidence.fit(support.double().numpy(), correct.numpy())
-            view.ranking.fit(support[fitted].double().numpy(), correct[fitted].numpy())
+            view.ranking.fit(support[fitted].double().numpy(), correct[fitted].numpy(), bend=False)
             view.held_joint = joint_score(view.ranking(support[held]), typical)
             view.held_right = correct[held]
 

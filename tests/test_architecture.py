@@ -47,6 +47,7 @@ ORDER = [
     "densities",
     "neighbours",
     "evidence",
+    "confidence",
     "calibration",
     "embedding",
     "head",

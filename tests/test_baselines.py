@@ -84,7 +84,7 @@ LEARNT: dict[str, Score] = {
     "relative": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y).score(test, predicted),
     "relative++": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y, unit_length=True).score(test, predicted),
     "gaussians": lambda z, y, test, predicted: Gaussians.fit(z, y).score(test, predicted),
-    "knn": lambda z, y, test, predicted: NearestNeighbours.fit(z, y).score(test, predicted),
+    "knn": lambda z, y, test, predicted: NearestNeighbours.fit(z, y, k=min(50, int(y.bincount().min()))).score(test),
     "trust_score": lambda z, y, test, predicted: TrustScore.fit(z, y).score(test, predicted),
     "trust_score_filtered": lambda z, y, test, predicted: TrustScore.fit(z, y, alpha=0.2).score(test, predicted),
     "ellipsoid_distance": lambda z, y, test, predicted: OneEllipsoid.fit(z, y, tol=1e-9).distance(test, predicted),

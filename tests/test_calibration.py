@@ -10,16 +10,10 @@ import torch
 from scipy.optimize import minimize
 from scipy.stats import gamma
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy
 
-from sepc_torch.calibration import (
-    Calibration,
-    Confidence,
-    Typicality,
-    View,
-    fit_logistic,
-    joint_score,
-    log_share,
-)
+from sepc_torch.calibration import Calibration, Typicality, View, joint_score, log_share
+from sepc_torch.confidence import Confidence, fit_logistic
 from sepc_torch.evidence import Facts
 from sepc_torch.shapes import Array
 
@@ -322,3 +316,18 @@ def test_no_point_is_both_fitted_and_ranked(rng: Rng) -> None:
         assert torch.equal(model.state_dict()[name], again.state_dict()[name])
     assert not torch.equal(model.own.held_joint, again.own.held_joint)
     assert not model.network.done
+
+
+def test_bending_keeps_the_order_and_mends_the_shape(rng: Rng) -> None:
+    """Where truth is no logistic of the evidence: certain on one side, a coin on the other."""
+    x = rng.normal(size=(4000, 1)) * 3.0
+    chance = np.where(x[:, 0] > 0, 0.99, 0.5)
+    right = rng.random(4000) < chance
+    plain, bent = Confidence(["regions"]), Confidence(["regions"])
+    plain.fit(x, right, bend=False)
+    bent.fit(x, right)
+    support = torch.linspace(-9.0, 9.0, 400, dtype=torch.float64)[:, None]
+    assert (bent(support).diff() >= 0).all()
+    truth = torch.from_numpy(chance)
+    losses = [binary_cross_entropy(model(torch.from_numpy(x)), truth) for model in (plain, bent)]
+    assert float(losses[1]) < float(losses[0])
