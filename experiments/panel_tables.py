@@ -65,7 +65,7 @@ def _caption(results: dict[str, Any]) -> str:
         f"Ours / the best of {len(results['peers'])} peers, chosen in hindsight for every cell; † where the 95 % "
         "interval of the difference (paired bootstrap) holds zero. Bold where the target is reached. Targets: mistakes "
         f"not above the best peer ({met['mistakes']}), unknowns within 0.005 of it ({met['unknowns']}), both strictly "
-        f"below it ({met['both']}), ECE not above that of scaled softmax ({met['calibration']}). Fashion-MNIST's second "
+        f"below it ({met['both']}), ECE not above scaled softmax's ({met['calibration']}). Fashion-MNIST's second "
         "figure for mistakes is for noisy pictures, its unknowns are MNIST and notMNIST. Means of five seeds, all "
         "defaults, nothing chosen per set; CPU seconds of one thread."
     )
