@@ -19,11 +19,10 @@ bending of the confidence. So this table is not a test on sets that nobody has s
 
 What was tried and left out: the margin of the partition itself and the paper's trust as further evidence (no gain
 beside the densities; alone, the margin ranks no better than one ellipsoid per class in all dimensions); one density per
-class instead of one per class and piece (worse on both questions); stronger
-priors on covariances, 2 to 20 times (worse); a background density as in relative Mahalanobis (worse); k-th instead of
-first neighbours (worse for unknowns); prototypes of 3 to 20 points instead of training points (worse for mistakes);
-products of confidence with powers of the typicality, minimum of ranks, Bayes factors of p-values (joint: within noise,
-or worse).
+class instead of one per class and piece (worse on both questions); stronger priors on covariances, 2 to 20 times
+(worse); a background density as in relative Mahalanobis (worse); k-th instead of first neighbours (worse for unknowns);
+prototypes of 3 to 20 points instead of training points (worse for mistakes); products of confidence with powers of the
+typicality, minimum of ranks, Bayes factors of p-values (joint: within noise, or worse).
 
     SEPC_DATA=... python experiments/trust_panel.py --jobs 2        # about fifteen minutes
 """

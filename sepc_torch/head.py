@@ -61,6 +61,14 @@ class TrustHead(nn.Module):
     >>> out = head(torch.tensor(embeddings[:2]), logits=torch.tensor([[2.0, 0.0], [0.0, 2.0]]))
     >>> out.network_label.tolist(), (out.network_trust > 0.5).tolist()
     ([0, 1], [True, False])
+
+    Calibrated on other points, it accepts what is ordinary and likely to be right:
+
+    >>> held = rng.normal(size=(400, 16)) + 3.0 * labels[:, None]
+    >>> head.calibrate(held, labels).accept_at(flag_rate=0.1)
+    Acceptance(threshold=..., coverage=0.9..., error=0.0, points=200, found=True)
+    >>> head(torch.tensor(held[:2] + np.array([[0.0], [50.0]]))).accept
+    tensor([ True, False])
     """
 
     def __init__(self, projection: Projection, sepc: SEPC, evidence: Evidence | None = None) -> None:
