@@ -34,9 +34,9 @@ def same(a: HeadPrediction, b: HeadPrediction) -> bool:
 
 
 def close(a: HeadPrediction, b: HeadPrediction) -> bool:
-    """What calibration says, up to rounding; p-values are ranks, which a rounding error can move."""
-    names = ("confidence", "joint")
-    return all(torch.allclose(getattr(a, n).double(), getattr(b, n).double(), atol=1e-3) for n in names)
+    """What calibration says, up to rounding, which can move a point by one rank of a hundred where two lie close."""
+    apart = {"confidence": 1e-3, "joint": 0.05}
+    return all(torch.allclose(getattr(a, n).double(), getattr(b, n).double(), atol=most) for n, most in apart.items())
 
 
 @pytest.mark.parametrize(("with_logits", "witnesses"), [(True, 100), (False, 0)])
