@@ -71,8 +71,8 @@ def test_the_logistic_fit_is_optimal(rng: Rng) -> None:
             bounds=[(0.0, None)] * len(prior) + [(None, None)],
             options={"maxiter": 2000, "ftol": 1e-13, "gtol": 1e-7},
         )
+        # Not the weights: where the problem is flat the reference stops short of them. Optimality is checked above.
         assert objective(x, right, prior, found)[0] <= reference.fun + 1e-7 * (1 + abs(reference.fun))
-        assert found == pytest.approx(reference.x, abs=1e-3)
     assert touched > 0, "some weight must have met its bound"
 
 
