@@ -40,6 +40,7 @@ from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
 from panel_data import LEAST_CLASSES, Case, Rows, clinc_case, fashion_case, paper_tables, table_case, tables
 from pictures import save_figure
+from resampling import resampled_aurc, resampled_auroc
 from torch import Tensor
 
 from sepc_torch import TrustHead
@@ -125,7 +126,7 @@ def judge(case: Case, scores: Scores, seed: int) -> dict[str, dict[str, float]]:
             found.setdefault("naurc", {})[name] = float(naurc(score["test"], right))
         for group in case.unknown:
             found.setdefault(f"unknowns: {group}", {})[name] = float(unknown_auroc(score["test"], score[group]))
-            found.setdefault(f"both: {group}", {})[name] = 1000 * joint_area(*joint(case, score, group, seed))
+            found.setdefault(f"both: {group}", {})[name] = 1000 * float(scod_aurc(*joint(case, score, group, seed)))
         for group, rows in case.shifted.items():
             area = 1000 * float(aurc(score[group], tensor(rows.right)))
             found.setdefault(f"mistakes: {group}", {})[name] = area
@@ -142,10 +143,6 @@ def joint(case: Case, score: dict[str, Tensor], group: str, seed: int) -> tuple[
     right = torch.cat([tensor(case.test.right)[known], torch.zeros(count, dtype=torch.bool)])
     unknown = torch.arange(2 * count) >= count
     return torch.cat([score["test"][known], score[group][strangers]]), right, unknown
-
-
-def joint_area(score: Tensor, right: Tensor, unknown: Tensor) -> float:
-    return float(scod_aurc(score, right, unknown))
 
 
 def fitted(case: Case) -> tuple[TrustHead, float]:
@@ -227,23 +224,6 @@ def bootstrap(case: Case, scores: Scores, seed: int, resamples: int) -> dict[str
             ),
         )
     return found
-
-
-def resampled_aurc(score: Tensor, loss: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The area under the risk of every resample, given how often it holds each row."""
-    order = score.argsort(descending=True, stable=True).numpy()
-    held = counts[:, order]
-    risk = (held * loss[order]).cumsum(axis=1) / np.maximum(held.cumsum(axis=1), 1)
-    return (held * risk).sum(axis=1) / held.sum(axis=1)
-
-
-def resampled_auroc(known: Tensor, unknown: Tensor, counts: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """How often a known row of a resample has more than an unknown one."""
-    order = torch.cat([unknown, known]).argsort(stable=True).numpy()
-    strange = np.hstack([others, np.zeros_like(counts)])[:, order]
-    usual = np.hstack([np.zeros_like(others), counts])[:, order]
-    wins = (usual * strange.cumsum(axis=1)).sum(axis=1)
-    return wins / (counts.sum(axis=1) * others.sum(axis=1))
 
 
 def curves(case: Case, scores: Scores, seed: int) -> dict[str, Any]:

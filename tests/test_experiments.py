@@ -15,12 +15,15 @@ import overlapping
 import pictures
 import pytest
 import report
+import resampling
+import torch
 import toy_sets
 from harness import FIGURES
 from partitions import agreement, agreement_of_solvers, ellipsoids_per_class
 from sklearn.datasets import load_iris
 
 from sepc_torch import Kind, partition
+from sepc_torch.metrics import aurc, unknown_auroc
 
 RECORDED = report.reproductions()
 
@@ -220,3 +223,17 @@ def test_pictures_stand_under_their_captions(tmp_path: Path) -> None:
     unnamed = report.figures({"iris": {"command": "python experiments/iris.py"}}, tmp_path)
     assert f"{tmp_path.name}/iris_two.png" in unnamed
     assert "Figure 7" in unnamed  # the script's own first line
+
+
+def test_resamples_are_those_of_the_metrics(rng: np.random.Generator) -> None:
+    """With every row once, and with rows drawn by hand; up to the steps within rows that are held twice."""
+    known, unknown = (torch.from_numpy(rng.normal(size=n) + n / 400) for n in (400, 300))
+    wrong = rng.random(400) < 0.3
+    counts = np.stack([np.ones(400, dtype=np.int64), rng.multinomial(400, np.full(400, 1 / 400))])
+    others = np.stack([np.ones(300, dtype=np.int64), rng.multinomial(300, np.full(300, 1 / 300))])
+    areas = resampling.resampled_aurc(known, wrong.astype(float), counts)
+    chances = resampling.resampled_auroc(known, unknown, counts, others)
+    for held, strange, area, chance, most in zip(counts, others, areas, chances, (1e-12, 0.03), strict=True):
+        rows, far = (torch.from_numpy(np.repeat(np.arange(len(n)), n)) for n in (held, strange))
+        assert area == pytest.approx(float(aurc(known[rows], torch.from_numpy(~wrong)[rows])), abs=most)
+        assert chance == pytest.approx(float(unknown_auroc(known[rows], unknown[far])), abs=1e-12)
