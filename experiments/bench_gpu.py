@@ -1,88 +1,88 @@
-"""Distances on a CUDA device: the fused kernel, plain torch, torch.compile and a loop over classes, side by side.
+"""Distances and the whole classifier on a CUDA device: speed, memory and exactness of the kernels, and other ways.
 
-Claims: with float32's accuracy (relative error at most 1e-5 against float64) the kernel is at least 6 times faster than
+Claims: with float32's accuracy (relative error at most 1e-5 against float64) distances are at least 6 times faster than
 eager float32 and 3 times faster than torch.compile at 2^20 rows, 128 ellipsoids and 64 dims, and at no shape more than
-10 % slower than the plain operator.
+10 % slower than the plain operator; a whole forward takes at most 1.5 times as long as its distances, in memory that
+does not grow with the ellipsoids; the pass in low precision changes no decision and makes it at least twice as fast as
+with distances in three TF32 products.
 
     python experiments/bench_gpu.py
+    python experiments/bench_gpu.py --only exact,compile    # measure these parts anew
 
-Times are medians on the device, output allocated anew in each call, for the whole ``EllipsoidBank.forward``. ``floor``
-is the time that the chip would need for the three float16 products of the blocks visited, at the rate that one large
-float16 product reaches in the same run, or for reading the points and writing the distances once, whichever is more.
+Times are medians on the device, output allocated anew in each call, for the whole ``EllipsoidBank.forward`` and
+``SEPC.forward``. ``floor`` is the time that the chip would need for the three float16 products of the blocks visited,
+at the rate that one large float16 product reaches in the same run, or for reading the points and writing the distances
+once, whichever is more. Models are synthetic (synthetic_models.py).
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from bench_inference import loop
-from harness import arguments, environment, write_results
+from gpu_peers import compare, what_they_are
+from gpu_timing import ceilings, floor_ms, in_turns, is_heavy, milliseconds, peak_bytes, tflops
+from harness import RESULTS, arguments, environment, write_results
+from synthetic_models import Synthetic, synthetic
 from torch import Tensor
 
-from sepc_torch.bank import EllipsoidBank
-from sepc_torch.kernels.splitting import block_size
+from sepc_torch import SEPC, Prediction
 
 HEADLINE = (2**20, 128, 64)
 DIMS, COUNTS, ROWS = (8, 16, 32, 64, 128, 256), (1, 10, 100, 1000), (1, 1000, 2**20)
+PEER_SHAPES = (HEADLINE, (2**20, 10, 64), (2**20, 100, 32))
 # Above so many multiplications the reference takes a second: fewer rows tell the same.
 MOST_WORK = 3e12
+# Ten batches of 2^20 rows are more than ten million.
+BATCHES = 10
+# Ellipsoids, dims and options of the models whose decisions are compared.
+COMPARED: dict[str, tuple[int, int, dict[str, float]]] = {
+    "as timed": (128, 64, {}),
+    "overlapping": (100, 8, {"apart": 0.5, "outside": 0.1}),
+    "anisotropic": (128, 64, {"stretch": 100.0}),
+}
+DECISIONS = ("label", "rule", "nearest", "runner_up", "trust")
 
 
-def bank(count: int, dim: int, kernel: str, seed: int, dtype: torch.dtype = torch.float32) -> EllipsoidBank:
-    """Ellipsoids with axes of different lengths around the origin."""
-    generator = torch.Generator().manual_seed(seed)
-    centers = torch.randn(count, dim, generator=generator)
-    whiteners = torch.randn(count, dim, dim, generator=generator).triu() / dim**0.5 + torch.eye(dim)
-    whiteners *= (2.0 * torch.rand(count, dim, 1, generator=generator)).exp()
-    made = EllipsoidBank(centers, whiteners, torch.zeros(dim), kernel=kernel)  # type: ignore[arg-type]
-    return made.to("cuda", dtype)
+def by_model(smoke: bool) -> list[tuple[int, int, list[int]]]:
+    """Ellipsoids and dims of every model, with the rows to time it on."""
+    headline = (*HEADLINE[1:], [HEADLINE[0]])
+    if smoke:
+        return [headline]
+    return [headline] + [
+        (count, dim, [2**17 if rows * count * dim**2 > MOST_WORK else rows for rows in ROWS])
+        for count, dim in itertools.product(COUNTS, DIMS)
+    ]
 
 
-def milliseconds(function: Callable[[], Any], heavy: bool) -> float:
-    from triton.testing import do_bench
-
-    warmup, repeat = (5, 40) if heavy else (10, 25)
-    return float(do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))
-
-
-def side_by_side(first: Callable[[], Any], second: Callable[[], Any], heavy: bool) -> tuple[float, float]:
-    """The times of two functions. Small shapes wait for the host, which has slow spells: in turns, the best of six."""
-    rounds = [(milliseconds(first, heavy), milliseconds(second, heavy)) for _ in range(1 if heavy else 6)]
-    return min(a for a, _ in rounds), min(b for _, b in rounds)
+def distances(seed: int, smoke: bool) -> dict[str, Any]:
+    """The kernel beside plain torch at every shape."""
+    ceiling = ceilings()
+    print({name: round(value, 2) for name, value in ceiling.items()})
+    found = []
+    for count, dim, sizes in by_model(smoke):
+        model = synthetic(count, dim, seed, "cuda")
+        found += [distances_at(model, rows, seed, ceiling) for rows in sizes]
+    return {"ceilings": ceiling, "rows": found}
 
 
-def ceilings() -> dict[str, float]:
-    """What this chip reaches: a large float16 product in TFLOP/s, and a copy in TB/s."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    numbers = torch.empty(2**29, device="cuda").normal_()
-    copy = torch.empty_like(numbers)
-    product, moved = milliseconds(lambda: a @ a, True), milliseconds(lambda: copy.copy_(numbers), True)
-    return {"float16_tflops": 2 * 8192**3 / product / 1e9, "copy_tb_per_s": 2 * numbers.nbytes / moved / 1e9}
-
-
-def floor_ms(rows: int, count: int, dim: int, ceiling: dict[str, float]) -> float:
-    block = block_size(dim)
-    blocks = -(-dim // block)
-    products = 3 * 2 * rows * count * block**2 * blocks * (blocks + 1) / 2
-    moved = 4 * rows * (dim + count)
-    return max(products / ceiling["float16_tflops"] / 1e9, moved / ceiling["copy_tb_per_s"] / 1e9)
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return float(((found - exact).abs() / exact).max())
-
-
-def measure(rows: int, count: int, dim: int, seed: int, ceiling: dict[str, float]) -> dict[str, Any]:
-    heavy = rows * count * dim**2 > 2e11
-    if rows * count * dim**2 > MOST_WORK:
-        rows = 2**17
-    z = torch.randn(rows, dim, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
-    fused, plain = (bank(count, dim, kernel, seed) for kernel in ("triton", "torch"))
-    exact = bank(count, dim, "torch", seed, torch.float64)(z[:500].double())
-    kernel_ms, torch_ms = side_by_side(lambda: fused(z), lambda: plain(z), heavy)
+def distances_at(model: Synthetic, rows: int, seed: int, ceiling: dict[str, float]) -> dict[str, Any]:
+    count, dim = model.centers.shape
+    z = model.points(rows, seed + 1)
+    fused, plain = model.bank("triton"), model.bank("torch")
+    exact = model.bank("torch", torch.float64)(z[:500].double())
+    kernel_ms, torch_ms = in_turns([lambda: fused(z), lambda: plain(z)], is_heavy(rows, count, dim))
     row = {
         "rows": rows,
         "ellipsoids": count,
@@ -90,11 +90,11 @@ def measure(rows: int, count: int, dim: int, seed: int, ceiling: dict[str, float
         "kernel_ms": kernel_ms,
         "torch_ms": torch_ms,
         "ratio": torch_ms / kernel_ms,
-        "tflops": 2 * rows * count * dim**2 / kernel_ms / 1e9,
+        "tflops": tflops(rows, count, dim, kernel_ms),
         "rows_per_second": rows / kernel_ms * 1e3,
         "floor_ms": floor_ms(rows, count, dim, ceiling),
-        "error": relative_error(fused(z[:500]), exact),
-        "torch_error": relative_error(plain(z[:500]), exact),
+        "error": relative_difference(fused(z[:500]), exact),
+        "torch_error": relative_difference(plain(z[:500]), exact),
     }
     print(
         f"{rows:8d} x {count:4d} x {dim:3d}  kernel {kernel_ms:9.3f} ms  torch {torch_ms:9.3f} ms  "
@@ -104,50 +104,262 @@ def measure(rows: int, count: int, dim: int, seed: int, ceiling: dict[str, float
     return row
 
 
-def others(rows: int, count: int, dim: int, seed: int) -> dict[str, float]:
-    """Other ways to the same distances: torch.compile of the plain formula, and a loop over classes."""
-    z = torch.randn(rows, dim, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
-    plain = bank(count, dim, "torch", seed)
-    centers, whiteners = plain.offsets, plain.whiteners
-    precisions = whiteners.mT @ whiteners
+def relative_difference(found: Tensor, exact: Tensor) -> float:
+    return float(torch.where(found == exact, 0.0, (found - exact).abs() / exact.abs()).max())
 
-    def formula(points: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(torch.bmm(points - centers[:, None, :], whiteners.mT), dim=2).T
 
-    compiled = torch.compile(formula)
-    found = {}
-    for name, precision in (("compile", "highest"), ("compile_tf32", "high")):
-        torch.set_float32_matmul_precision(precision)
-        # Pieces, since the offsets of all rows to all ellipsoids would not fit.
-        found[f"{name}_ms"] = milliseconds(lambda: [compiled(piece) for piece in z.split(2**16)], heavy=True)
-    torch.set_float32_matmul_precision("highest")
-    found["loop_ms"] = milliseconds(lambda: loop(z, centers, precisions), heavy=True)
+def forward(seed: int, smoke: bool) -> dict[str, Any]:
+    """The whole forward at every shape beside its distances alone, its memory, and what the low precision gains."""
+    found = []
+    for count, dim, sizes in by_model(smoke):
+        model = synthetic(count, dim, seed, "cuda")
+        found += [forward_at(model, rows, seed) for rows in sizes]
+    return {
+        "rows": found,
+        "memory": [memory(count, seed) for count in (COUNTS[:1] if smoke else COUNTS)],
+        "headline": low_precision(seed),
+    }
+
+
+def forward_at(model: Synthetic, rows: int, seed: int) -> dict[str, Any]:
+    count, dim = model.centers.shape
+    z = model.points(rows, seed + 1)
+    bank, sepc = model.bank("triton"), model.sepc("triton")
+    distances_ms, forward_ms = in_turns([lambda: bank(z), lambda: sepc(z)], is_heavy(rows, count, dim))
+    most = peak_bytes(lambda: sepc(z))
+    row = {
+        "rows": rows,
+        "ellipsoids": count,
+        "dims": dim,
+        "cells": len(model.training.cells),
+        "rules": rule_shares(sepc(z)),
+        "distances_ms": distances_ms,
+        "forward_ms": forward_ms,
+        "ratio": forward_ms / distances_ms,
+        "rows_per_second": rows / forward_ms * 1e3,
+        "peak_bytes": most,
+        "bytes_per_row": most / rows,
+    }
+    print(
+        f"{rows:8d} x {count:4d} x {dim:3d}  distances {distances_ms:9.3f} ms  forward {forward_ms:9.3f} ms  "
+        f"x {row['ratio']:5.2f}  {row['bytes_per_row']:.0f} bytes a row",
+        flush=True,
+    )
+    return row
+
+
+def rule_shares(out: Prediction) -> list[float]:
+    return (out.rule.bincount(minlength=4) / len(out.rule)).tolist()
+
+
+def memory(count: int, seed: int, dim: int = 32) -> dict[str, Any]:
+    """Peak memory of a forward at two sizes of a batch, and what every further row adds."""
+    model = synthetic(count, dim, seed, "cuda")
+    sepc = model.sepc("triton")
+    sizes = (2**21, 2**23)
+    few, many = (peak_bytes(partial(sepc, model.points(rows, seed + 1))) for rows in sizes)
+    added = (many - few) / (sizes[1] - sizes[0])
+    print(f"{count:4d} x {dim} ellipsoids: {few:,} bytes for {sizes[0]} rows, {added:.1f} for each further row")
+    return {"ellipsoids": count, "dims": dim, "rows": sizes, "bytes": (few, many), "added_per_row": added}
+
+
+def low_precision(seed: int) -> dict[str, float]:
+    """The whole forward with and without its pass in low precision, and beside distances in three TF32 products."""
+    from tf32_distances import tf32_distances
+
+    rows, count, dim = HEADLINE
+    model = synthetic(count, dim, seed, "cuda")
+    z = model.points(rows, seed + 1)
+    bank, screened, full, plain = model.bank("triton"), model.sepc("triton"), model.sepc("triton"), model.sepc("torch")
+    full.screen = False
+    transposed = model.whiteners.mT.contiguous()
+    tf32_ms, best = min(
+        (milliseconds(partial(tf32_distances, z, model.centers, transposed, *shape)), shape)
+        for shape in itertools.product((64, 128), (4, 8))
+    )
+    distances_ms, screened_ms, full_ms, plain_ms = in_turns(
+        [lambda: bank(z), lambda: screened(z), lambda: full(z), lambda: plain(z)], heavy=True
+    )
+    exact = model.bank("torch", torch.float64)(z[:500].double())
+    estimate = tf32_ms + full_ms - distances_ms
+    found = {
+        "distances_ms": distances_ms,
+        "screened_ms": screened_ms,
+        "unscreened_ms": full_ms,
+        "torch_ms": plain_ms,
+        "tf32x3_distances_ms": tf32_ms,
+        "tf32x3_error": relative_difference(tf32_distances(z[:500], model.centers, transposed, *best), exact),
+        # An estimate: its distances, and what our forward without low precision does besides the distances.
+        "tf32x3_forward_estimate_ms": estimate,
+        "over_tf32x3": estimate / screened_ms,
+    }
+    print({name: float(f"{value:.3g}") for name, value in found.items()})
     return found
 
 
-def main() -> None:
-    options = arguments(__doc__).parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing to measure")
-        return
-    ceiling = ceilings()
-    print({name: round(value, 2) for name, value in ceiling.items()})
-    shapes = [HEADLINE] if options.smoke else [HEADLINE, *itertools.product(ROWS, COUNTS, DIMS)]
-    rows = [measure(*shape, options.seed, ceiling) for shape in shapes]
-    compared = others(*HEADLINE, options.seed)
-    print({name: round(value, 2) for name, value in compared.items()})
-    if options.smoke:
-        return
-    results = {
-        "command": "python experiments/bench_gpu.py",
-        "environment": environment("torch", "triton"),
-        "device": torch.cuda.get_device_name(),
-        "seed": options.seed,
-        "ceilings": ceiling,
-        "rows": rows,
-        "others": compared,
+def exact(seed: int, smoke: bool) -> dict[str, Any]:
+    """Decisions with the pass in low precision against those without, and those of plain torch, on ten million rows."""
+    batches = 1 if smoke else BATCHES
+    found = {}
+    for name, (count, dim, options) in COMPARED.items():
+        model = synthetic(count, dim, seed, "cuda", **options)  # type: ignore[arg-type]
+        found[name] = {
+            "ellipsoids": count,
+            "dims": dim,
+            "condition": model.condition,
+            "cells": len(model.training.cells),
+            **decisions(model, [seed + 1 + batch for batch in range(batches)]),
+        }
+        print(f"{name}: {found[name]}", flush=True)
+    return {"rows": batches * HEADLINE[0], "models": found}
+
+
+def decisions(model: Synthetic, seeds: list[int]) -> dict[str, Any]:
+    """How many rows differ in each decision, and how much distances and margins differ, over a batch for each seed."""
+    screened, full, plain = model.sepc("triton"), model.sepc("triton"), model.sepc("torch")
+    full.screen = False
+    differ, torch_differs = Counter[str](), Counter[str]()
+    largest = {"distance": 0.0, "margin": 0.0}
+    for seed in seeds:
+        z = model.points(HEADLINE[0], seed)
+        reference, quick, other = full(z), screened(z), plain(z)
+        differ.update(unequal(quick, reference))
+        torch_differs.update(unequal(other, reference))
+        for name in largest:
+            largest[name] = max(largest[name], relative_difference(getattr(quick, name), getattr(reference, name)))
+    compared = {"differ": dict(differ), "torch_differs": dict(torch_differs)}
+    return {"rules": rule_shares(reference), "largest": largest, **compared}
+
+
+def unequal(first: Prediction, second: Prediction) -> dict[str, int]:
+    """The number of rows that differ in each decision, and in any."""
+    rows = {name: getattr(first, name) != getattr(second, name) for name in DECISIONS}
+    rows["any"] = torch.stack(list(rows.values())).any(dim=0)
+    return {name: int(differ.sum()) for name, differ in rows.items()}
+
+
+def peers(seed: int, smoke: bool) -> dict[str, Any]:
+    """Other ways to the distances."""
+    shapes = PEER_SHAPES[:1] if smoke else PEER_SHAPES
+    return {"methods": what_they_are(), "shapes": [compare(*shape, seed) for shape in shapes]}
+
+
+def compiling(seed: int, _smoke: bool) -> dict[str, float]:
+    """Seconds of the first forward of a process: without compiled kernels, with those on disk, and after warming up."""
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as other:
+        cold = in_a_process("forward", empty, seed)
+        cached = in_a_process("forward", empty, seed)
+        warm = in_a_process("warmup", other, seed)
+    found = {
+        "first_s": cold["first_s"],
+        "second_s": cold["second_s"],
+        "first_cached_s": cached["first_s"],
+        "warmup_s": warm["warmup_s"],
+        "first_after_warmup_s": warm["first_s"],
     }
-    print(f"written: {write_results('bench_gpu', results).name}")
+    print({name: float(f"{value:.3g}") for name, value in found.items()})
+    return found
+
+
+def in_a_process(begin: str, cache: str, seed: int) -> dict[str, float]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--first-call", begin, "--seed", str(seed)]
+    environ = {**os.environ, "TRITON_CACHE_DIR": cache}
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environ)
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def report_first_call(begin: str, seed: int) -> None:
+    """Print the seconds of the first calls in this process."""
+    rows, count, dim = HEADLINE
+    model = synthetic(count, dim, seed, "cuda")
+    sepc, z = model.sepc("triton"), model.points(rows, seed + 1)
+    found = {"warmup_s": sepc.warmup(rows)} if begin == "warmup" else {}
+    print(json.dumps(found | {"first_s": seconds(sepc, z), "second_s": seconds(sepc, z)}))
+
+
+def seconds(sepc: SEPC, z: Tensor) -> float:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    sepc(z)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def graphs(seed: int, smoke: bool) -> dict[str, Any]:
+    """Small batches, where the host takes most of the time: called, and replayed from a CUDA graph."""
+    model = synthetic(100, 32, seed, "cuda")
+    bank, sepc = model.bank("triton"), model.sepc("triton")
+    found = []
+    for rows in (1,) if smoke else (1, 1000):
+        z = model.points(rows, seed + 1)
+        sepc.warmup(rows)
+        bank.warmup(rows)
+        replays = [captured(partial(bank, z)).replay, captured(partial(sepc, z)).replay]
+        times = in_turns([partial(bank, z), partial(sepc, z), *replays], heavy=False)
+        names = ("distances_ms", "forward_ms", "distances_graph_ms", "forward_graph_ms")
+        found.append({"rows": rows, "ellipsoids": 100, "dims": 32, **dict(zip(names, times, strict=True))})
+        print(found[-1])
+    return {"rows": found}
+
+
+def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def stored(where: dict[str, Any]) -> dict[str, Any]:
+    """The parts measured before in the same place; parts from another are dropped."""
+    path = RESULTS / "bench_gpu.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = all(before.get(name) == value for name, value in where.items())
+    return before.get("parts", {}) if same else {}
+
+
+PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
+    "distances": distances,
+    "forward": forward,
+    "exact": exact,
+    "peers": peers,
+    "compile": compiling,
+    "graphs": graphs,
+}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, the default is %(default)s")
+    parser.add_argument(
+        "--first-call", choices=("forward", "warmup"), help="print the seconds of a process's first call"
+    )
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        model = synthetic(10, 8, options.seed, "cpu", points=500)
+        shares = [round(share, 2) for share in rule_shares(model.sepc()(model.points(1000, options.seed + 1)))]
+        print(f"no CUDA device: nothing to measure; the four rules on a synthetic model: {shares}")
+        return
+    if options.first_call:
+        report_first_call(options.first_call, options.seed)
+        return
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only knows {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    where = {
+        "device": torch.cuda.get_device_name(),
+        "environment": environment("torch", "triton", "scikit-learn"),
+        "seed": options.seed,
+    }
+    parts = stored(where)
+    for name in wanted:
+        begun = time.perf_counter()
+        parts[name] = PARTS[name](options.seed, options.smoke)
+        torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
+        if not options.smoke:
+            results = {"command": "python experiments/bench_gpu.py", **where, "parts": parts}
+            print(f"written: {write_results('bench_gpu', results).name}")
 
 
 if __name__ == "__main__":

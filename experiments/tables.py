@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_tables import gpu
 from markdown_tables import load, table
 from panel_tables import defaults, panel
 
@@ -114,42 +115,22 @@ def layers() -> str:
     return f"{text} (`{results['command']}`):\n\n{table(header, rows)}\n\n{on_gpu}"
 
 
-def gpu() -> str:
-    results = load("bench_gpu")
-    shown = [r for r in results["rows"] if r["rows"] > 1000 and r["ellipsoids"] in (10, 100, 128)]
-    rows = [
-        [
-            f"{r['rows']:,} x {r['ellipsoids']} x {r['dims']}".replace(",", " "),
-            f"{r['kernel_ms']:.2f} ms",
-            f"{r['rows_per_second'] / 1e6:.0f} million",
-            f"{r['tflops']:.0f}",
-            f"{r['ratio']:.1f} x",
-            f"{r['kernel_ms'] / r['floor_ms']:.1f} x",
-            f"{r['error']:.0e}",
-        ]
-        for r in shown
-    ]
-    header = ["rows x ellipsoids x dims", "fused kernel", "rows/s", "TFLOP/s", "plain torch", "chip's floor", "error"]
-    head, others, ceiling = results["rows"][0], results["others"], results["ceilings"]
-    slowest = min(results["rows"], key=lambda r: r["ratio"])
-    compared = ", ".join(
-        f"{name} {others[key] / head['kernel_ms']:.1f} times as long"
-        for name, key in (
-            ("torch.compile takes", "compile_ms"),
-            ("torch.compile in TF32", "compile_tf32_ms"),
-            ("a loop over the ellipsoids", "loop_ms"),
-        )
+def counting() -> str:
+    """What a CUDA device does for a partition, and why not more."""
+    found = load("bench_partition_gpu")
+    cpu, device, chain = found["runs"]["cpu"], found["runs"]["with device"], found["chain"]
+    verdict, longest = found["verdict"], chain["longest"]
+    steps = longest["kinds"]["hull steps"]["count"]
+    return (
+        f"{found['points'] // 1000} 000 x {found['dims']} points of ten classes, {found['jobs']} cores beside an "
+        f"{found['device']} (`{found['command']}`): {cpu['wall_s']:.1f} s without `device`, {device['wall_s']:.1f} s "
+        f"with it, because counting takes {device['count']:.2f} s instead of {cpu['count']:.1f} s; "
+        f"{verdict['speedup']:.1f} times faster, not 5. The rest is a chain: the slowest class takes "
+        f"{longest['seconds']:.1f} s, {steps} steps of interior points among it, one after the other. The bare linear "
+        f"algebra of that chain, for all classes at once and without a decision, takes the GPU "
+        f"{chain['device']['floor']:.1f} s, and those {steps} steps alone, as CUDA graphs, "
+        f"{chain['device']['hull_steps_captured']:.1f} s; five times faster would be {verdict['wanted_s']:.1f} s."
     )
-    text = (
-        f"Distances on an {results['device']}, float32 accuracy; how many times longer plain torch takes, how far the "
-        f"chip's ceiling is, {ceiling['float16_tflops']:.0f} TFLOP/s in float16 in the same run"
-    )
-    reading = (
-        f"At {head['rows']:,} x {head['ellipsoids']} x {head['dims']} ".replace(",", " ") + f"{compared}. Over all "
-        f"{len(results['rows'])} shapes, from 1 row and 1 ellipsoid on, the least gain on plain torch is "
-        f"{slowest['ratio']:.2f} x."
-    )
-    return f"{text} (`{results['command']}`):\n\n{table(header, rows)}\n\n{reading}"
 
 
 def refits() -> str:
@@ -213,6 +194,7 @@ SECTIONS = {
     "partitions": partitions,
     "inference": inference,
     "gpu": gpu,
+    "counting": counting,
     "nearest": nearest,
     "layers": layers,
     "refits": refits,

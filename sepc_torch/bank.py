@@ -12,6 +12,7 @@ from sepc_torch import ops
 from sepc_torch.inputs import check_choice
 from sepc_torch.kernels import Kernel, Split, fused_distances, possible, split
 from sepc_torch.shapes import Float
+from sepc_torch.waiting import warm_up
 
 
 class PrincipalAxes(NamedTuple):
@@ -73,7 +74,7 @@ class EllipsoidBank(nn.Module):
         self.register_buffer("offsets", centers)
         self.register_buffer("whiteners", whiteners)
         self.kernel: Kernel = kernel
-        self._split: Split | None = None
+        self.prepared: Split | None = None
         self._prepare()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
@@ -92,9 +93,9 @@ class EllipsoidBank(nn.Module):
 
     def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
         r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
+        if (prepared := self.prepared_for(z)) is not None:
+            return fused_distances(z, self.origin, self.offsets, self.whiteners, prepared)
         z = self.relative(z)
-        if self._split is not None and z.dtype == torch.float32:
-            return fused_distances(z, self.offsets, self.whiteners, self._split)
         if self.kernel == "triton":
             raise RuntimeError(
                 f"kernel='triton' runs on a CUDA device in float32 with Triton installed; the bank is in "
@@ -108,8 +109,18 @@ class EllipsoidBank(nn.Module):
         dtype = self.whiteners.dtype
         return PrincipalAxes((self.offsets / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
 
+    def prepared_for(self, z: Tensor) -> Split | None:
+        """The ellipsoids as the kernel reads them, if it takes points like these; a clear error if they are none."""
+        self._check(z)
+        return self.prepared if torch.promote_types(z.dtype, torch.float32) == torch.float32 else None
+
     def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
         """Points relative to the origin, in the wider of their own and the module's dtype, or a clear error."""
+        self._check(z)
+        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
+        return z.to(dtype) - self.origin.to(dtype)
+
+    def _check(self, z: Any) -> None:
         if not isinstance(z, Tensor):
             raise TypeError(f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor, or predict for arrays.")
         if z.dim() != 2 or z.shape[1] != self.dim:
@@ -118,13 +129,15 @@ class EllipsoidBank(nn.Module):
             raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
         if z.device != self.offsets.device:
             raise ValueError(f"z is on {z.device} and the ellipsoids on {self.offsets.device}; move one with .to().")
-        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
-        return z.to(dtype) - self.origin.to(dtype)
+
+    def warmup(self, *rows: int) -> float:
+        """Compile the kernel for batches of these sizes (by default 1 and 4096) now; returns the seconds it took."""
+        return warm_up(self, self.offsets, rows)
 
     def _prepare(self) -> None:
         """What the kernel reads follows from the buffers: derived again when they move or change, saved nowhere."""
         wanted = self.kernel != "torch" and possible(self.offsets)
-        self._split = split(self.offsets, self.whiteners) if wanted else None
+        self.prepared = split(self.offsets, self.whiteners) if wanted else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

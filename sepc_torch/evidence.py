@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sepc_torch.bank import EllipsoidBank
 from sepc_torch.densities import RegionDensities, fit_densities
 from sepc_torch.neighbours import Neighbours
-from sepc_torch.partition_record import Partition
+from sepc_torch.partition_record import Partition, PartitionEllipsoid
 from sepc_torch.projection import Projection, fit_projection
 from sepc_torch.shapes import Array, Float, Int
 
@@ -149,14 +149,31 @@ def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Ten
     return near.scatter(1, index, torch.inf).amin(dim=1).clamp_min(tiny).log() - own.log()
 
 
-def pieces_of(part: Partition, points: Float[Array, "N R"], codes: Int[Array, "N"]) -> Int[Array, "N"]:
-    """The ellipsoid of its own class that each point is nearest to, -1 where it has no more points than dimensions."""
+def pieces_of(
+    part: Partition, points: Float[Array, "N R"], codes: Int[Array, "N"], device: torch.device | str | None = None
+) -> Int[Array, "N"]:
+    """The ellipsoid of its own class that each point is nearest to, -1 where it has no more points than dimensions.
+
+    Distances are measured on the torch device, if one is given.
+    """
     piece = np.empty(len(points), dtype=np.int64)
     for c in range(len(part.classes)):
         rows = np.flatnonzero(codes == c)
         own = np.flatnonzero(part.codes == c)
-        piece[rows] = own[np.argmin([part.ellipsoids[k].distance(points[rows]) for k in own], axis=0)]
+        piece[rows] = own[_nearest([part.ellipsoids[k] for k in own], points[rows], device)]
     return np.where(np.bincount(piece)[piece] > points.shape[1], piece, -1)
+
+
+def _nearest(
+    ellipsoids: list[PartitionEllipsoid], points: Float[Array, "n R"], device: torch.device | str | None
+) -> Int[Array, "n"]:
+    if device is None:
+        return np.argmin([e.distance(points) for e in ellipsoids], axis=0)
+    centers, whiteners = (
+        torch.from_numpy(np.stack(arrays)) for arrays in zip(*((e.center, e.whitener) for e in ellipsoids), strict=True)
+    )
+    bank = EllipsoidBank(centers, whiteners).to(device)
+    return bank(torch.from_numpy(points).to(device)).argmin(dim=1).cpu().numpy()
 
 
 def fit_evidence(

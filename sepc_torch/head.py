@@ -27,13 +27,15 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.embedding import gather
 from sepc_torch.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.explaining import Explanation
+from sepc_torch.given_labels import check_logits, class_codes, refuse_nan
 from sepc_torch.guarantees import check_share
-from sepc_torch.inputs import check_choice, count, label_array, numeric_points, training_set
+from sepc_torch.inputs import check_choice, count, float64_device, numeric_points, training_set
 from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, fit_projection
 from sepc_torch.sepc import SEPC, NanPolicy, Nearest, resize_buffers
 from sepc_torch.shapes import Array, Bool, Int
+from sepc_torch.waiting import may_look, warm_up
 
 # More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
 _MOST_DIMENSIONS = 32
@@ -97,6 +99,7 @@ class TrustHead(nn.Module):
         n_jobs: int | None = None,
         progress: Choice = "auto",
         classes: Any = None,
+        device: torch.device | str | None = None,
     ) -> TrustHead:
         r"""Fit a head to labelled embeddings.
 
@@ -114,7 +117,9 @@ class TrustHead(nn.Module):
             max_impure: Foreign points an ellipsoid may hold. By default one in a hundred of the median class, at
                 least 2.
             nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
-            nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros.
+            nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros, and
+                logits that hold NaN. Flagged rows get the label -1, no trust and no confidence, and are not accepted;
+                see :class:`~sepc_torch.HeadPrediction`. Compiled and in a CUDA graph every policy flags.
             witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest; by
                 default 16 384, fewer above 512 features; of every class at least one. With 0 it keeps none, and
                 confidence and strangeness rest on the regions alone.
@@ -123,6 +128,8 @@ class TrustHead(nn.Module):
             n_jobs: Processes, as in joblib.
             progress: ``"auto"`` shows a bar on a terminal for long fits.
             classes: The labels in the order of the network's logits; by default sorted.
+            device: Where to measure training points against all the ellipsoids; see
+                :func:`~sepc_torch.partition`. The head itself is made on the CPU, :meth:`~torch.nn.Module.to` moves it.
         """
         from sepc_torch.partitioning import partition  # a frozen head runs where the offline half is not installed
 
@@ -131,6 +138,8 @@ class TrustHead(nn.Module):
         check_choice("projection", projection, get_args(Method))
         if witnesses is not None:
             count(witnesses, "witnesses")
+        if device is not None:
+            device = float64_device(device)
         embeddings, labels = gather(embeddings, labels, encoder)
         data = training_set(embeddings, labels, classes, least_per_class=1)
         sizes = np.bincount(data.codes)
@@ -168,12 +177,13 @@ class TrustHead(nn.Module):
             n_jobs=n_jobs,
             progress=progress,
             classes=data.classes,
+            device=device,
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
         if witnesses is None:
             witnesses = min(_WITNESSES, _WITNESS_NUMBERS // features)
-        pieces = pieces_of(part, points, data.codes)
+        pieces = pieces_of(part, points, data.codes, device)
         return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, witnesses))
 
     @property
@@ -187,32 +197,70 @@ class TrustHead(nn.Module):
         return self.projection.in_features
 
     def forward(self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> HeadPrediction:
-        """Judge a batch of embeddings (B, D), and the network's labels for them where given as logits or as indices."""
+        """Judge a batch of embeddings (B, D), and the network's labels for them where given as logits or as indices.
+
+        On CUDA nothing waits for the device with ``nan_policy="flag"``, so a CUDA graph can hold the call. To raise,
+        values must be looked at, and ``labels`` always are: those wait.
+        """
         if logits is not None and labels is not None:
             raise ValueError("Give logits or labels, not both: each says what the network predicted.")
-        if logits is not None:
-            labels = self._check_logits(logits, z.shape[0]).argmax(dim=1)
-        own, given = self.sepc.judge(self.projection(z), labels)
-        calibrated = self._calibrated(z, given.label, own.label < 0, logits, own=labels is None)
+        points = self.projection(z)
+        if logits is None:
+            own, given = self.sepc.judge(points, labels)
+        else:
+            check_logits(logits, (z.shape[0], len(self.classes)), z.device)
+            # The index of a maximum is that of a class, even where it is NaN; such rows are refused below.
+            own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
+            silent = logits.isnan().any(dim=1)
+            if self.sepc.nan_policy == "raise" and may_look(silent):
+                refuse_nan(silent)
+            given = given._replace(
+                label=torch.where(silent, -1, given.label),
+                trust=torch.where(silent, 0.0, given.trust),
+                margin=torch.where(silent, torch.nan, given.margin),
+            )
+        calibrated = self._calibrated(z, given.label, own.label < 0, logits, own=logits is None and labels is None)
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
 
     def _calibrated(
         self, z: Tensor, label: Int[Tensor, "B"], bad: Bool[Tensor, "B"], logits: Tensor | None, *, own: bool
     ) -> Calibrated:
-        """What evidence and calibration say of labels; of rows without a distance, nothing good."""
+        """What evidence and calibration say of labels; where there is none, or no distance, nothing good."""
         if self.evidence is None or self.calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
-        label = label.clamp_min(0)
-        facts = self.evidence(z, label)
+        index = label.clamp_min(0)
+        facts = self.evidence(z, index)
         bad = bad | facts.support.isnan().any(dim=1)
         facts = facts._replace(strangeness=torch.where(bad[:, None], torch.nan, facts.strangeness))
-        found = self.calibration(facts, label, logits, own=own)
+        found = self.calibration(facts, index, logits, own=own)
+        refused = bad | (label < 0)
         return found._replace(
-            confidence=torch.where(bad, 0.0, found.confidence),
-            joint=torch.where(bad, 0.0, found.joint),
-            accept=found.accept & ~bad,
+            confidence=torch.where(refused, 0.0, found.confidence),
+            class_p_value=torch.where(refused & ~bad, torch.nan, found.class_p_value),
+            joint=torch.where(refused, 0.0, found.joint),
+            accept=found.accept & ~refused,
         )
+
+    def warmup(self, *rows: int) -> float:
+        """Judge random embeddings, so that the first request finds kernels compiled and memory taken.
+
+        Args:
+            *rows: The sizes of batches to expect; by default 1 and 4096. Each is judged with and without logits.
+
+        Returns:
+            The seconds it took, up to the end of all work on the device.
+
+        >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+        >>> head.warmup(1, 64) > 0.0
+        True
+        """
+
+        def judge(z: Tensor) -> None:
+            self(z)
+            self(z, logits=z.new_zeros(z.shape[0], len(self.classes)))
+
+        return warm_up(judge, self.projection.matrix.new_empty(0, self.in_features), rows)
 
     @torch.inference_mode(False)  # what is made here is kept, and loaded into later
     @torch.no_grad()
@@ -236,7 +284,7 @@ class TrustHead(nn.Module):
             raise RuntimeError("This head has no evidence to calibrate; make it with TrustHead.fit.")
         hold_out, seed = check_share(hold_out, "hold_out"), count(seed, "seed")
         z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
-        codes = self._codes(labels, len(z))
+        codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
@@ -259,7 +307,9 @@ class TrustHead(nn.Module):
             # NumPy takes lists and tables too; -inf, which masks a class, is allowed.
             given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
             logits = given.to(z.device)
-            label = self._check_logits(logits, len(z)).argmax(dim=1)
+            check_logits(logits, (len(z), len(self.classes)), z.device)
+            refuse_nan(logits.isnan().any(dim=1))
+            label = logits.argmax(dim=1)
             facts["network"] = self.evidence.judge(measured, label)
             right["network"] = label == codes
         calibration = Calibration(self.evidence.names, self.evidence.kinds)
@@ -290,32 +340,6 @@ class TrustHead(nn.Module):
             raise ValueError("Give risk or flag_rate, one of them.")
         own = self.calibration.own.accept(risk, delta, flag_rate)
         return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
-
-    def _check_logits(self, logits: Any, points: int) -> Tensor:
-        if not isinstance(logits, Tensor):
-            raise TypeError(f"logits must be a tensor, got {type(logits).__name__}; use torch.as_tensor(logits).")
-        if logits.shape != (points, len(self.classes)):
-            raise ValueError(
-                f"logits must have shape {(points, len(self.classes))}, a column for each class, "
-                f"got {tuple(logits.shape)}."
-            )
-        if not torch.compiler.is_compiling() and bool(logits.isnan().any()):
-            raise ValueError("logits hold NaN: the network gave no label there. Drop those rows.")
-        return logits
-
-    def _codes(self, labels: Any, points: int) -> Int[Tensor, "M"]:
-        """Labels as indices into the classes, or a clear error."""
-        given = label_array(labels, "labels")
-        if given.shape != (points,):
-            raise ValueError(f"{points} embeddings need {points} labels, got {given.shape}.")
-        place = {label: code for code, label in enumerate(self.classes)}
-        strangers = sorted({repr(label) for label in given.tolist() if label not in place})
-        if strangers:
-            raise ValueError(
-                f"The head was not fitted on the labels {', '.join(strangers[:5])}; it knows {len(self.classes)}, such "
-                f"as {self.classes[0]!r}. Give labels of that type, and leave points of unknown classes out."
-            )
-        return torch.tensor([place[label] for label in given.tolist()], device=self.sepc.codes.device)
 
     @torch.no_grad()
     def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sepc_torch.shapes import Array, Float, Int
+
+if TYPE_CHECKING:
+    import torch
 
 # A deviation below this share of a feature's magnitude is rounding.
 _CONSTANT = 64 * np.finfo(np.float64).eps
@@ -127,6 +130,25 @@ def count(value: Any, name: str, least: int = 0) -> int:
     if isinstance(value, (bool, np.bool_)) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     return number
+
+
+def float64_device(device: torch.device | str) -> torch.device:
+    """A torch device that is there and computes in float64."""
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must name a torch device, such as 'cuda' or 'cpu', got {device!r}.") from error
+    try:
+        torch.ones(1, dtype=torch.float64, device=found).sum().item()
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ValueError(
+            f"device {str(found)!r} cannot be used here in float64: {reason}. Choose another, or leave device out to "
+            "stay with NumPy."
+        ) from error
+    return found
 
 
 def _is_numeric(dtype: Any) -> bool:

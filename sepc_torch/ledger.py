@@ -9,15 +9,20 @@ are kept too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+if TYPE_CHECKING:
+    import torch
+
 # Distances kept per ellipsoid and class. Classes with more points are thinned evenly by rank.
 RESOLUTION = 512
+# Numbers in one batch of offsets on a device, half a GiB.
+_BATCH = 2**26
 
 
 class Ledger(NamedTuple):
@@ -49,9 +54,13 @@ class Ledger(NamedTuple):
 
 
 def ledger(
-    ellipsoids: Sequence[Ellipsoid], points: Float[Array, "N D"], codes: Int[Array, "N"], classes: int
+    ellipsoids: Sequence[Ellipsoid],
+    points: Float[Array, "N D"],
+    codes: Int[Array, "N"],
+    classes: int,
+    device: torch.device | None = None,
 ) -> Ledger:
-    """Count the training points in the cells of the ellipsoids and measure their reach."""
+    """Count the training points in the cells of the ellipsoids and measure their reach, on a torch device if given."""
     totals = np.bincount(codes, minlength=classes)
     resolution = int(min(totals.max(), RESOLUTION))
     steps = np.arange(1, resolution + 1)
@@ -59,17 +68,59 @@ def ledger(
     ranks = np.where(
         totals[:, None] <= resolution, np.minimum(steps, totals[:, None]), -(-steps * totals[:, None] // resolution)
     )
-    beyond = steps[None, :] > totals[:, None]
-    inside = np.empty((len(points), len(ellipsoids)), dtype=bool)
-    reach = np.empty((len(ellipsoids), classes, resolution))
     members = [np.flatnonzero(codes == c) for c in range(classes)]
+    if device is None:
+        inside, reach = _measure(ellipsoids, points, members, ranks)
+    else:
+        inside, reach = _measure_on(device, ellipsoids, points, members, ranks)
+    reach[:, steps[None, :] > totals[:, None]] = np.inf
+    packed, cell = _distinct(np.packbits(inside, axis=1))
+    cells = np.unpackbits(packed, axis=1, count=len(ellipsoids)).astype(bool)
+    counts = np.zeros((len(cells), classes), dtype=np.int64)
+    np.add.at(counts, (cell, codes), 1)
+    return Ledger(cells, counts, reach, ranks.astype(np.int64))
+
+
+def _measure(
+    ellipsoids: Sequence[Ellipsoid], points: Float[Array, "N D"], members: list[Array], ranks: Int[Array, "C Q"]
+) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
+    """Which points lie in which ellipsoid, and the distances of the given ranks among the members of every class."""
+    inside = np.empty((len(points), len(ellipsoids)), dtype=bool)
+    reach = np.empty((len(ellipsoids), *ranks.shape))
     for k, ellipsoid in enumerate(ellipsoids):
         distance = ellipsoid.distance(points)
         inside[:, k] = distance <= 1.0 + SURFACE_TOLERANCE
-        for c in range(classes):
-            reach[k, c] = np.where(beyond[c], np.inf, np.sort(distance[members[c]])[ranks[c] - 1])
-    packed, cell = np.unique(np.packbits(inside, axis=1), axis=0, return_inverse=True)
-    cells = np.unpackbits(packed, axis=1, count=len(ellipsoids)).astype(bool)
-    counts = np.zeros((len(cells), classes), dtype=np.int64)
-    np.add.at(counts, (cell.ravel(), codes), 1)
-    return Ledger(cells, counts, reach, ranks.astype(np.int64))
+        for c, rows in enumerate(members):
+            reach[k, c] = np.sort(distance[rows])[ranks[c] - 1]
+    return inside, reach
+
+
+def _measure_on(
+    device: torch.device,
+    ellipsoids: Sequence[Ellipsoid],
+    points: Float[Array, "N D"],
+    members: list[Array],
+    ranks: Int[Array, "C Q"],
+) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
+    """The same in torch, many ellipsoids at a time."""
+    import torch
+
+    centers = torch.from_numpy(np.stack([e.center for e in ellipsoids])).to(device)
+    whiteners = torch.from_numpy(np.stack([e.whitener for e in ellipsoids])).to(device)
+    z = torch.from_numpy(points).to(device)
+    rows = [torch.from_numpy(own).to(device) for own in members]
+    places = torch.from_numpy(ranks - 1).to(device)
+    inside, reach = [], []
+    for c, w in zip(*(t.split(max(1, _BATCH // z.numel())) for t in (centers, whiteners)), strict=True):
+        distance = torch.linalg.vector_norm((z - c[:, None]) @ w.mT, dim=2)
+        inside.append((distance <= 1.0 + SURFACE_TOLERANCE).T.contiguous().cpu())
+        ordered = (distance[:, own].sort(dim=1).values for own in rows)
+        reach.append(torch.stack([d[:, place] for d, place in zip(ordered, places, strict=True)], dim=1).cpu())
+    return torch.cat(inside, dim=1).numpy(), torch.cat(reach).numpy()
+
+
+def _distinct(rows: Array) -> tuple[Array, Int[Array, "N"]]:
+    """The distinct rows of bytes, sorted, and which of them each row is; as strings, which compare much faster."""
+    text = np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").ravel()
+    _, first, place = np.unique(text, return_index=True, return_inverse=True)
+    return rows[first], place.ravel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _SECULAR_STEPS = 40
 def full_precision(z: Tensor) -> Iterator[None]:
     """Matrix products in the tensor's own precision, whatever autocast and TF32 settings say."""
     before = torch.get_float32_matmul_precision()
-    lowered = z.is_cuda and before != "highest"
+    lowered = before != "highest"
     with torch.autocast(z.device.type, enabled=False):
         if lowered:
             torch.set_float32_matmul_precision("highest")
@@ -64,10 +65,6 @@ def _distances(
 
 def _distances_shape(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
     return z.new_empty(z.shape[0], centers.shape[0])
-
-
-def _setup_distances(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3], output)
 
 
 def _distances_gradient(
@@ -221,7 +218,10 @@ def _reached(
 _LIBRARY = torch.library.Library("sepc_torch", "DEF")
 
 
-def operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+T = TypeVar("T", Tensor, tuple[Tensor, Tensor])
+
+
+def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
     """Register a function, and what is known of its result without running it, under the name in the schema."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -238,17 +238,19 @@ distances_gradient = operator(
 )
 
 
-def differentiate_distances(name: str, unused: int = 0) -> None:
-    """Give an operator of distances, with z, centres and whiteners as its first arguments, its gradient in z."""
+def differentiable(name: str, backward: Callable[..., tuple[Tensor | None, ...]]) -> None:
+    """Give an operator a gradient, from the tensors it was called with, its result and the gradient of that."""
 
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        z, centers, whiteners, output = ctx.saved_tensors
-        return distances_gradient(z, centers, whiteners, output, grad), *([None] * (2 + unused))
+    def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), output)
 
-    torch.library.register_autograd(f"sepc_torch::{name}", backward, setup_context=_setup_distances, lib=_LIBRARY)
+    def call(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        return backward(*ctx.saved_tensors, grad)
+
+    torch.library.register_autograd(f"sepc_torch::{name}", call, setup_context=setup, lib=_LIBRARY)
 
 
-differentiate_distances("distances")
+differentiable("distances", lambda *tensors: (distances_gradient(*tensors), None, None))
 euclidean_distances = operator(
     "euclidean_distances(Tensor z, Tensor centers, Tensor axes, Tensor semi_axes, Tensor wanted) -> Tensor",
     _euclidean_distances,

@@ -15,20 +15,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sepc_torch import __version__
 from sepc_torch.affine_hull import affine_hull, stretched
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Kind, MinimumVolumeEllipsoid
-from sepc_torch.inputs import TrainingSet, count, feature_scale, positive, training_set
+from sepc_torch.inputs import TrainingSet, count, feature_scale, float64_device, positive, training_set
 from sepc_torch.ledger import ledger
 from sepc_torch.partition_record import Partition, PartitionEllipsoid, PartitionHyperplane
 from sepc_torch.progress import Bar, Choice
 from sepc_torch.separating import Piece, Separation, Separator
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Task(NamedTuple):
@@ -52,6 +55,7 @@ def partition(
     n_jobs: int | None = None,
     progress: Choice = "auto",
     classes: Any = None,
+    device: torch.device | str | None = None,
 ) -> Partition:
     r"""Cover the points of every class with minimum-volume ellipsoids, Algorithms 1 and 2 of the paper.
 
@@ -67,6 +71,9 @@ def partition(
             otherwise.
         progress: ``"auto"`` shows a bar on a terminal for fits of more than a second.
         classes: The labels in the order wanted; by default sorted.
+        device: Where to count the training points in all the ellipsoids, in torch's float64; by default NumPy does it
+            on one core. Ellipsoids are found on the CPU's cores either way, a chain of problems too small for a GPU
+            (``experiments/bench_partition_gpu.py`` measures that), and are the same to the last bit.
 
     The result depends neither on the order of the rows nor on the number of processes, to the last bit.
 
@@ -82,6 +89,7 @@ def partition(
     max_impure = count(max_impure, "max_impure")
     floor = positive(floor, "floor", "standard deviations")
     _check_solver(solver)
+    where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
     # One canonical order of rows makes sums, and with them the result, independent of the order they came in.
     order = np.lexsort((data.codes, *data.points.T[::-1]))
@@ -99,7 +107,7 @@ def partition(
     separated = time.perf_counter()
     ellipsoids, hyperplanes = _pool(runs, data, order, mean, unit, standardize)
     with _one_thread():
-        held = ledger(ellipsoids, points, codes, len(data.classes))
+        held = ledger(ellipsoids, points, codes, len(data.classes), where)
     inside = held.cells.T.astype(np.int64) @ held.counts
     return Partition(
         ellipsoids=tuple(_with_counts(e, inside[k], data.classes) for k, e in enumerate(ellipsoids)),

@@ -48,9 +48,14 @@ class HeadPrediction(NamedTuple):
     Before :meth:`TrustHead.calibrate` the confidence only ranks, p-values, strangeness and joint are NaN, and nothing
     is accepted.
 
+    An embedding that is flagged has the labels -1, and is as strange as can be. Logits with NaN in them, where those
+    are flagged, name no label: ``network_label`` is -1, ``network_trust``, ``confidence`` and ``joint`` are 0,
+    ``network_margin`` and ``class_p_value`` are NaN, and the row is not accepted; what is said of the point itself, and
+    of the head's own label, stands.
+
     Attributes:
         label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
-        network_label: The label the network gave.
+        network_label: The label the network gave; -1 in flagged rows.
         network_trust: Trust in that label.
         network_margin: Distance to the nearest ellipsoid of another class over that to the nearest of the network's.
         confidence: The probability that the label is right, if the point is of a known kind.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sepc_torch import ops
 from sepc_torch.bank import at_least_float32
 from sepc_torch.inputs import feature_scale
 from sepc_torch.shapes import Array, Float, Int
@@ -30,7 +31,7 @@ class Projection(nn.Module):
     An embedding of zeros has no direction and becomes NaN, which the head refuses or flags. With ``least_length`` the
     length is not lost: :math:`\log \|x\|` becomes one more feature beside the direction, from that length on; of zeros
     the direction is then zero. ``shift`` is :math:`m` (D,), ``matrix`` is :math:`P` (R, D), each with a column for the
-    length where it counts. Computed in at least float32, whatever autocast says.
+    length where it counts. Computed in at least float32, whatever autocast and TF32 settings say.
     """
 
     shift: Tensor
@@ -75,10 +76,24 @@ class Projection(nn.Module):
                 else:
                     length = length.clamp_min(self.least_length.to(dtype))
                     x = torch.cat([x / length, length.log()], dim=1)
-            return (x - self.shift.to(dtype)) @ self.matrix.to(dtype).T
+            return _product(x - self.shift.to(dtype), self.matrix.to(dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+
+
+def _exact_product(x: Tensor, matrix: Tensor) -> Tensor:
+    with ops.full_precision(x):
+        return x @ matrix.T
+
+
+def _product_shape(x: Tensor, matrix: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], matrix.shape[0])
+
+
+# An operator, since a compiler cannot see through a change of settings.
+_product = ops.operator("exact_product(Tensor x, Tensor matrix) -> Tensor", _exact_product, _product_shape)
+ops.differentiable("exact_product", lambda x, matrix, output, grad: (_product(grad, matrix.T), None))
 
 
 def fit_projection(

@@ -15,12 +15,15 @@ from sepc_torch.bank import EllipsoidBank, at_least_float32
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.explaining import Described, Explanation, explain
 from sepc_torch.inputs import check_choice
-from sepc_torch.kernels import Kernel
+from sepc_torch.kernels import Kernel, available
+from sepc_torch.kernels.judging import Kernels, decide, judge, kernels_for
+from sepc_torch.kernels.tables import addressable
 from sepc_torch.partition_record import Partition
 from sepc_torch.prediction import Prediction
 from sepc_torch.rules import Resolution, TrainingCounts, class_distance, resolve
 from sepc_torch.shapes import Bool, Float, Int
 from sepc_torch.trust import bayes_trust, posterior
+from sepc_torch.waiting import may_look, warm_up
 
 Nearest = Literal["mahalanobis", "euclidean"]
 NanPolicy = Literal["raise", "flag"]
@@ -30,6 +33,11 @@ class SEPC(nn.Module):
     r"""The paper's classifier with a fixed partition: buffers only, nothing to train, no training point inside.
 
     Make one with :meth:`from_partition` or :meth:`load`.
+
+    On a CUDA device kernels decide for the whole batch, with memory for a bounded piece of it, and the host does not
+    wait: not at all with ``nan_policy="flag"`` and ``nearest="mahalanobis"``. To raise an error for NaN it must look at
+    the result, once. Large batches are screened first in float16, with bounds that leave no decision to chance: every
+    field is what it would be without; setting ``screen`` to False leaves that out.
 
     >>> import torch
     >>> from sepc_torch import Rule, partition
@@ -64,6 +72,7 @@ class SEPC(nn.Module):
         nearest: Nearest = "mahalanobis",
         nan_policy: NanPolicy = "raise",
         made: Mapping[str, Any] | None = None,
+        screen: bool = True,
     ) -> None:
         super().__init__()
         check_choice("nearest", nearest, get_args(Nearest))
@@ -78,15 +87,21 @@ class SEPC(nn.Module):
         self.nearest: Nearest = nearest
         self.nan_policy: NanPolicy = nan_policy
         self.made = dict(made or {})
-        self._find_axes()
+        self.screen = screen
+        self._prepare()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
-    def _find_axes(self) -> None:
-        """Euclidean distance needs the principal axes; they follow from the rest, so no file holds them."""
+    def _prepare(self) -> None:
+        """What follows from the buffers, so that no file holds it: principal axes, and tables for the kernels."""
         if self.nearest == "euclidean":
             axes = self.bank.principal_axes(self.scale)
             for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
+        self._kernels: Kernels | None = None
+        if self.bank.kernel != "torch" and available(self.codes) and addressable(self.training_counts):
+            self._kernels = kernels_for(
+                self.bank.offsets, self.bank.whiteners, self.bank.prepared, self.training_counts, self.totals
+            )
 
     @classmethod
     def from_partition(
@@ -171,14 +186,48 @@ class SEPC(nn.Module):
         own, given = self.judge(z, label)
         return own if label is None else given
 
-    def judge(self, z: Tensor, label: Tensor | None = None) -> tuple[Prediction, Prediction]:
-        """The prediction for the model's own label and, in the same place, for the given one (by default the same)."""
+    def judge(self, z: Tensor, label: Tensor | None = None, *, checked: bool = False) -> tuple[Prediction, Prediction]:
+        """The prediction for the model's own label and, in the same place, for the given one (by default the same).
+
+        With ``checked`` the given labels are known to be indices: nothing waits for a GPU to say so.
+        """
+        if label is not None:
+            label = label.long() if checked else self._checked(label, z.shape[0])
+        own, given = self._by_torch(z, label) if self._kernels is None else self._by_kernel(z, label)
+        if self.nan_policy == "raise":
+            self._refuse(own.label < 0, z.dtype)
+        return own, given
+
+    def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
         distance, found = self._resolve(z)
-        bad = self._bad_rows(distance)
+        bad = _bad_rows(distance)
         own = self._judge(distance, found, bad, found.label)
-        if label is None:
-            return own, own
-        return own, self._judge(distance, found, bad, self._checked(label, z.shape[0]))
+        return own, own if label is None else self._judge(distance, found, bad, label)
+
+    def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
+        assert self._kernels is not None
+        differentiates = torch.is_grad_enabled() and z.requires_grad
+        distance = None
+        if self.bank.prepared_for(z) is not None and self.nearest == "mahalanobis" and not differentiates:
+            ints, floats = judge(z, label, self.bank.origin, self._kernels, screening=self.screen)
+        else:
+            distance = self.bank(z)
+            ints, floats = decide(distance.detach(), self._nearness(z, distance), label, self._kernels)
+        code, rule, nearest, runner_up, *their_runner_up = ints.unbind()
+        trust, least, margin, *theirs = floats.unbind()
+        own = Prediction(code, trust, rule, least, margin, nearest, runner_up)
+        given = own
+        if label is not None:
+            label = torch.where(code < 0, -1, label)
+            given = own._replace(label=label, trust=theirs[0], margin=theirs[1], runner_up=their_runner_up[0])
+        if distance is None or not differentiates:
+            return own, given
+        return self._differentiable(own, distance), self._differentiable(given, distance)
+
+    def _differentiable(self, judged: Prediction, distance: Float[Tensor, "B K"]) -> Prediction:
+        """The prediction with distance and margin taken from distances that know their gradient."""
+        margin, _ = self._margin(distance, judged.label.clamp_min(0))
+        return judged._replace(distance=distance.gather(1, judged.nearest.unsqueeze(1)).squeeze(1), margin=margin)
 
     def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
         """The probability of every class given the point's region, the point counted as ``label``, by default its own.
@@ -187,7 +236,7 @@ class SEPC(nn.Module):
         Bayes' formula weighs counts by the size of the classes.
         """
         distance, found = self._resolve(z)
-        bad = self._bad_rows(distance)
+        bad = self._refuse(_bad_rows(distance), z.dtype)
         judged = found.label if label is None else self._checked(label, z.shape[0])
         return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
 
@@ -198,7 +247,7 @@ class SEPC(nn.Module):
             raise ValueError(
                 f"label must be {count} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
             )
-        if not torch.compiler.is_compiling() and bool(((label < 0) | (label >= len(self.classes))).any()):
+        if may_look(label) and bool(((label < 0) | (label >= len(self.classes))).any()):
             raise ValueError(
                 f"label must hold indices from 0 to {len(self.classes) - 1} into classes={self.classes}, not the "
                 f"labels themselves; got values from {int(label.min())} to {int(label.max())}."
@@ -220,32 +269,62 @@ class SEPC(nn.Module):
     def _judge(
         self, distance: Float[Tensor, "B K"], found: Resolution, bad: Bool[Tensor, "B"], judged: Int[Tensor, "B"]
     ) -> Prediction:
-        near = class_distance(distance, self.training_counts)
-        own = near.gather(1, judged.unsqueeze(1)).squeeze(1)
-        other, runner_up = near.scatter(1, judged.unsqueeze(1), torch.inf).min(dim=1)
+        margin, runner_up = self._margin(distance, judged)
         trust = bayes_trust(found.counts, self.totals, judged, distance.dtype)
         return Prediction(
             label=torch.where(bad, -1, judged),
             trust=torch.where(bad, 0.0, trust),
             rule=found.rule,
             distance=distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1),
-            margin=other / own.clamp_min(torch.finfo(own.dtype).tiny),
+            margin=margin,
             nearest=found.nearest,
             runner_up=runner_up,
         )
 
-    def _bad_rows(self, distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:
-        """Rows without a distance: they hold NaN or infinity, or numbers whose squares overflow."""
-        bad = ~torch.isfinite(distance).any(dim=1)
-        # A compiled graph cannot stop halfway, so there every policy flags.
-        if self.nan_policy == "raise" and not torch.compiler.is_compiling() and bool(bad.any()):
+    def _margin(
+        self, distance: Float[Tensor, "B K"], judged: Int[Tensor, "B"]
+    ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+        """Distance to the nearest other class over that to the label's own, and which class that is."""
+        near = class_distance(distance, self.training_counts)
+        own = near.gather(1, judged.unsqueeze(1)).squeeze(1)
+        other, runner_up = near.scatter(1, judged.unsqueeze(1), torch.inf).min(dim=1)
+        return other / own.clamp_min(torch.finfo(own.dtype).tiny), runner_up
+
+    def _refuse(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
+        """Rows without a distance raise an error, if that is the policy, and are handed back to be flagged if not.
+
+        An error has to know: on a GPU this waits. A graph, compiled or captured, cannot stop halfway: there every
+        policy flags.
+        """
+        if self.nan_policy == "raise" and may_look(bad) and bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise ValueError(
-                f"z holds NaN, infinity, numbers too large for {distance.dtype} or, where embeddings are normalised, "
+                f"z holds NaN, infinity, numbers too large for {dtype} or, where embeddings are normalised, "
                 f"nothing but zeros in {int(bad.sum())} rows, first in row {row}. Drop such rows, or choose "
                 "nan_policy='flag' to give them label -1 and trust 0."
             )
         return bad
+
+    def warmup(self, *rows: int) -> float:
+        """Compile the kernels and take the memory for batches of these sizes now, not with the first request.
+
+        Args:
+            rows: Sizes of batches, by default 1 and 4096. Sizes of like magnitude share their kernels.
+
+        Returns:
+            The seconds it took.
+
+        >>> from sepc_torch import partition
+        >>> sepc = SEPC.from_partition(partition([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1]))
+        >>> sepc.warmup(1, 256) > 0
+        True
+        """
+
+        def run(z: Tensor) -> None:
+            self.judge(z)
+            self.judge(z, self.codes.new_zeros(z.shape[0]), checked=True)
+
+        return warm_up(run, self.bank.offsets, rows)
 
     @torch.no_grad()
     def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -274,7 +353,7 @@ class SEPC(nn.Module):
                 raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
             points = points[i : i + 1] if i >= 0 else points[i:][:1]
         distance, found = self._resolve(points)
-        bad = self._bad_rows(distance)
+        bad = _bad_rows(distance)
         if bool(bad.any()):
             raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
         out = self._judge(distance, found, bad, found.label)
@@ -357,11 +436,18 @@ class SEPC(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
-        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        self._prepare()
+        return moved
 
 
 def _after_loading(module: SEPC, _keys: Any) -> None:
-    module._find_axes()
+    module._prepare()
+
+
+def _bad_rows(distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:
+    """Rows without a distance: they hold NaN or infinity, or numbers whose squares overflow."""
+    return ~torch.isfinite(distance).any(dim=1)
 
 
 def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -23,6 +23,7 @@ ORDER = [
     "storage",
     "progress",
     "inputs",
+    "waiting",
     "geometry",
     "ellipsoid",
     "affine_hull",
@@ -34,10 +35,10 @@ ORDER = [
     "partitioning",
     "overlap",
     "ops",
+    "rules",
     "kernels",
     "bank",
     "projection",
-    "rules",
     "trust",
     "baselines",
     "guarantees",
@@ -50,6 +51,7 @@ ORDER = [
     "confidence",
     "calibration",
     "embedding",
+    "given_labels",
     "head",
     "metrics",
     "comparison_record",
@@ -168,6 +170,15 @@ def test_an_ellipsoid_needs_only_numpy() -> None:
         "print(Ellipsoid.ball(np.zeros(2), radius=0.5).distance(np.ones((1, 2)))[0] ** 2)"
     )
     assert float(answer) == pytest.approx(8.0)
+
+
+def test_a_partition_without_a_device_needs_no_torch() -> None:
+    answer = run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        "from sepc_torch import partition\n"
+        "print(len(partition([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1]).ellipsoids))"
+    )
+    assert answer == "2"
 
 
 def test_a_frozen_head_runs_on_torch_and_numpy_alone() -> None:

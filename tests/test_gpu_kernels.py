@@ -97,15 +97,15 @@ def test_is_the_choice_on_cuda_and_follows_the_bank(rng: Rng) -> None:
     first, _, z = banks(rng, 4, 7)
     second, exact, _ = banks(rng, 4, 7)
     auto = EllipsoidBank(first.offsets.cpu(), first.whiteners.cpu(), first.origin.cpu())
-    assert auto._split is None
+    assert auto.prepared is None
     auto.cuda()
     assert torch.equal(auto(z), first(z))
     auto.load_state_dict(second.state_dict())
     assert torch.equal(auto(z), second(z))
-    assert auto.double()._split is None
+    assert auto.double().prepared is None
     assert error(auto(z.double()), exact, z) < 1e-9
     plain = EllipsoidBank(first.offsets, first.whiteners, first.origin, kernel="torch")
-    assert plain._split is None
+    assert plain.prepared is None
 
 
 def test_compiles_and_repeats_in_a_graph(rng: Rng) -> None:

@@ -1,4 +1,4 @@
-"""The fused kernel: what it is given carries float32's digits, who runs it, and (in the interpreter) it is right."""
+"""The kernels: what they are given carries float32's digits, who runs them, and (in the interpreter) they are right."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from ellipsoid_banks import bank_of
+from ellipsoid_models import model_of
 
 from sepc_torch.bank import EllipsoidBank
+from sepc_torch.kernels.bounds import spectral_bound
 from sepc_torch.kernels.splitting import TOP, split
+from sepc_torch.kernels.tables import hash_table, hashed, packed, rule_tables
 
 Rng = np.random.Generator
 
@@ -52,49 +56,68 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
     assert EllipsoidBank(centers, whiteners)(centers).shape == (2, 2)  # "auto" goes another way
 
 
-IN_THE_INTERPRETER = """
-import sys
-import numpy as np
-import torch
-from sepc_torch.kernels.fused import launch
-from sepc_torch.kernels.splitting import split
-sys.path.insert(0, {tests!r})
-from ellipsoid_banks import bank_of
-
-rng = np.random.default_rng({seed})
-for count, dim, points in ((3, 7, 40), (1, 1, 1), (2, 100, 9), (2, 64, 17)):
-    centers, whiteners = (numbers.float().double() for numbers in bank_of(rng, count, dim))
-    spread = centers.abs().amax(dim=0)
-    z = (centers[0] + torch.from_numpy(rng.normal(size=(points, 2 * dim)))[:, ::2] * spread).float()
-    z[0] = centers[0].float()
-    wide = torch.empty(points, 2 * dim)
-    wide[:, ::2] = z
-    exact = torch.linalg.vector_norm((z.double()[:, None] - centers)[:, :, None] @ whiteners.mT, dim=(2, 3))
-    # Where large terms cancel, float32 itself has no more digits: the error counts in units of the terms.
-    sums = (z.double()[:, None] - centers).abs()[:, :, None] @ whiteners.abs().mT
-    terms = torch.linalg.vector_norm(sums, dim=(2, 3)).clamp_min(1e-30)
-    bank = split(centers, whiteners)
-    for given in (z, wide[:, ::2]):
-        found = launch(given, bank)
-        error = float(((found - exact).abs() / terms).max())
-        assert error < 2e-6, (count, dim, points, error)
-    z[0, 0] = float("nan")
-    assert launch(z, bank)[0].isnan().all() and launch(z, bank)[1:].isfinite().all()
-    assert launch(z[:0], bank).shape == (0, count)
-print("right")
-"""
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_is_right_in_the_interpreter(rng: Rng) -> None:
-    """Triton reads its mode when it is imported, so that the interpreter needs a process of its own."""
-    script = IN_THE_INTERPRETER.format(tests=os.path.dirname(__file__), seed=int(rng.integers(2**31)))  # noqa: PTH120
+@pytest.mark.parametrize("check", ["distances", "decisions", "pieces", "bounds", "screening_decides"])
+def test_in_the_interpreter(rng: Rng, check: str) -> None:
+    script = Path(__file__).with_name("kernels_in_the_interpreter.py")
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, str(script), check, str(rng.integers(2**31))],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
-    assert done.stdout.strip() == "right", done.stderr[-2000:]
+    assert done.stdout.strip() == "right", done.stderr[-3000:]
+
+
+def test_patterns_are_packed_bit_by_bit(rng: Rng) -> None:
+    cells = rng.random((20, 70)) < 0.4
+    words = packed(cells)
+    assert words.shape == (20, 3)
+    assert (((words[:, np.arange(70) // 32] >> (np.arange(70) % 32)) & 1) == cells).all()
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 40), (500, 40), (3000, 12)])
+def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int) -> None:
+    """From its own place on, within the number of probes promised, and before an empty slot."""
+    words = packed(np.unique(rng.random((count, width)) < 0.5, axis=0))
+    keys = hashed(words)
+    assert len(np.unique(keys)) == len(words)
+    rows = rng.permutation(len(words))
+    slots, probes = hash_table(keys, rows)
+    assert np.array_equal(np.sort(slots[slots >= 0]), np.arange(len(words)))
+    for row in rows:
+        reached = slots[(keys[row] + np.arange(probes)) & (len(slots) - 1)]
+        place = np.flatnonzero(reached == row)[0]
+        assert (reached[:place] >= 0).all()
+    assert probes < 40
+
+
+def test_tables_know_the_training_set(rng: Rng) -> None:
+    """In order of the classes; the counts of a cell's region are those of the general path."""
+    sepc = model_of(rng, 20, 2, 4, mixed=True)
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    order = tables.order.long()
+    assert torch.equal(tables.codes.long(), sepc.codes[order])
+    assert (tables.codes.diff() >= 0).all()
+    for c in range(4):
+        assert (tables.codes[tables.starts[c] : tables.starts[c + 1]] == c).all()
+    assert int(tables.starts[-1]) == 20
+    cells = sepc.cells[:, order]
+    assert torch.equal(tables.words.T.contiguous(), torch.from_numpy(packed(cells.numpy())))
+    assert torch.equal(tables.members, torch.from_numpy(packed(cells.T.numpy())))
+    for p in rng.integers(0, len(cells), 10):
+        own = cells[p]
+        everywhere, anywhere = (cells[:, own]).all(dim=1), cells[:, own].any(dim=1)
+        if int(own.sum()) > 1:
+            assert torch.equal(tables.in_all[p].long(), sepc.counts[everywhere].sum(dim=0))
+            assert torch.equal(tables.in_any[p].long(), sepc.counts[anywhere].sum(dim=0))
+
+
+def test_the_bound_of_a_norm_is_above_it_and_close(rng: Rng) -> None:
+    matrices = torch.from_numpy(rng.normal(size=(30, 24, 24)) * np.exp(rng.normal(size=(30, 1, 24))))
+    exact = torch.linalg.matrix_norm(matrices, ord=2)
+    assert (spectral_bound(matrices) >= exact).all()
+    assert (spectral_bound(matrices) <= 1.06 * exact).all()
+    assert float(spectral_bound(torch.zeros(1, 3, 3, dtype=torch.float64))) < 1e-100

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sepc_torch import partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
 from sepc_torch.ledger import RESOLUTION, Ledger, ledger
 from sepc_torch.shapes import Array
+
+
+@pytest.fixture(params=["numpy", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device | None:
+    """NumPy, or torch on a device, where a few ellipsoids are a batch."""
+    monkeypatch.setattr("sepc_torch.ledger._BATCH", 3000)
+    return None if request.param == "numpy" else torch.device(request.param)
 
 
 def random_ellipsoids(rng: np.random.Generator, count: int, dim: int) -> list[Ellipsoid]:
@@ -31,11 +39,13 @@ def as_table(found: Ledger) -> dict[tuple[bool, ...], list[int]]:
 
 
 @pytest.mark.parametrize("ellipsoids", [1, 5, 8, 23])
-def test_cells_are_the_distinct_patterns(rng: np.random.Generator, ellipsoids: int) -> None:
+def test_cells_are_the_distinct_patterns(
+    rng: np.random.Generator, ellipsoids: int, device: torch.device | None
+) -> None:
     """Numbers around whole bytes too: patterns are packed on the way."""
     es = random_ellipsoids(rng, ellipsoids, 3)
     points, codes = rng.normal(size=(300, 3)), rng.integers(0, 4, size=300)
-    found = ledger(es, points, codes, 4)
+    found = ledger(es, points, codes, 4, device)
     assert as_table(found) == brute_cells(es, points, codes, 4)
     assert len(as_table(found)) == len(found.cells), "a cell is there twice"
 
@@ -62,7 +72,7 @@ def some_distances(rng: np.random.Generator, e: Ellipsoid, points: Array) -> lis
     return [0.0, *at, *(at * (1 - 1e-3)), *(at * (1 + 1e-3)), float(e.distance(points).max()), 1e9]
 
 
-def test_the_reach_of_small_classes_is_exact(rng: np.random.Generator) -> None:
+def test_the_reach_of_small_classes_is_exact(rng: np.random.Generator, device: torch.device | None) -> None:
     """Classes of different size, the largest as large as is kept in full, one with equal points."""
     sizes = [RESOLUTION, 7, 60]
     codes = rng.permutation(np.repeat([0, 1, 2], sizes))
@@ -70,7 +80,7 @@ def test_the_reach_of_small_classes_is_exact(rng: np.random.Generator) -> None:
     points[codes == 2] = points[codes == 2][rng.integers(0, 5, size=60)]
     es = random_ellipsoids(rng, 3, 2)
     points[0] = es[0].center  # reached by an expansion to nothing
-    found = ledger(es, points, codes, 3)
+    found = ledger(es, points, codes, 3, device)
     assert found.count_error == 0
     for k, e in enumerate(es):
         for distance in some_distances(rng, e, points):
@@ -78,11 +88,13 @@ def test_the_reach_of_small_classes_is_exact(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("size", [RESOLUTION + 1, 2 * RESOLUTION, 5 * RESOLUTION + 17])
-def test_the_reach_of_large_classes_is_short_by_the_stated_error(rng: np.random.Generator, size: int) -> None:
+def test_the_reach_of_large_classes_is_short_by_the_stated_error(
+    rng: np.random.Generator, size: int, device: torch.device | None
+) -> None:
     codes = rng.permutation(np.repeat([0, 1], [size, 50]))
     points = rng.normal(size=(len(codes), 2))
     es = random_ellipsoids(rng, 2, 2)
-    found = ledger(es, points, codes, 2)
+    found = ledger(es, points, codes, 2, device)
     assert found.count_error == -(-size // RESOLUTION) - 1, "ranks are not spread evenly"
     left_out = np.setdiff1d(np.arange(1, size + 1), found.ranks[0])
     shortfalls = []

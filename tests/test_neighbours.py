@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch import ops
+from sepc_torch import neighbours, ops
 from sepc_torch.neighbours import Neighbours
 
 Rng = np.random.Generator
@@ -32,6 +32,32 @@ def test_all_differences_say_the_same(rng: Rng, sizes: tuple[int, ...]) -> None:
     points, codes = draw(rng, *sizes)
     z, _ = draw(rng, 40)
     assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
+
+
+@pytest.mark.parametrize("widths", [(1, 2), (9, 17), (1, 200)])
+def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int]) -> None:
+    """In groups of like size, and as if one by one; a row of NaN and one on a kept point among them."""
+    sizes = rng.integers(*widths, size=60).tolist()
+    points, codes = draw(rng, *sizes)
+    z, _ = draw(rng, 40)
+    z[3], z[4] = torch.nan, points[-1]
+    together = Neighbours(points, codes)
+    assert sum(together.shapes[::2]) == 60
+    assert len(together.slots) < 2 * len(points)
+    monkeypatch.setattr(neighbours, "_MANY_CLASSES", 60)
+    one_by_one = Neighbours(points, codes)
+    assert not one_by_one.shapes
+    found = together(z)
+    assert torch.equal(found.nan_to_num(-1.0), one_by_one(z).nan_to_num(-1.0))
+    assert found[3].isnan().all()
+    assert found[4, -1] == 0
+    few = torch.arange(40) != 3
+    assert torch.allclose(found[few], by_brute_force(z[few], points, codes), rtol=1e-12)
+    # Another number of classes comes with a state dict.
+    monkeypatch.undo()
+    other = Neighbours(points + 1.0, torch.zeros_like(codes))
+    other.load_state_dict(together.state_dict())
+    assert torch.equal(other(z).nan_to_num(-1.0), found.nan_to_num(-1.0))
 
 
 def test_a_kept_point_has_distance_zero_to_its_class(rng: Rng) -> None:
@@ -118,14 +144,17 @@ def test_a_state_dict_brings_the_ends(rng: Rng) -> None:
     assert not Neighbours(points, codes, persistent=False).state_dict()
 
 
-def test_compilers_see_one_node() -> None:
+@pytest.mark.parametrize("sizes", ["[30, 1, 19]", "[1, 2] * 20"])
+def test_compilers_see_one_node(sizes: str) -> None:
     """In a process of its own: the shape checks of the tests are Python that the compiler cannot trace."""
     script = textwrap.dedent(
         """
         import torch
         from sepc_torch.neighbours import Neighbours
 
-        near = Neighbours(torch.randn(50, 4), torch.repeat_interleave(torch.arange(3), torch.tensor([30, 1, 19])))
+        sizes = SIZES
+        codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        near = Neighbours(torch.randn(len(codes), 4), codes)
         z = torch.randn(20, 4)
         compiled = torch.compile(near, fullgraph=True, backend="aot_eager")
         batch = torch.export.Dim("batch", min=2)
@@ -138,6 +167,6 @@ def test_compilers_see_one_node() -> None:
             assert torch.equal(program.module()(z[:rows]), near(z[:rows]))
         print("right")
         """
-    )
+    ).replace("SIZES", sizes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "right", done.stderr[-2000:]

@@ -22,88 +22,121 @@ _PROGRAMS = 512
 
 
 @triton.jit
-def _power_of_two_above(x):  # type: ignore[no-untyped-def]
+def _power_of_two_above(x):
     """The power of two above a positive float32 number: its exponent, plus one."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _split_numbers(x):  # type: ignore[no-untyped-def]
+def _split_numbers(x):
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _distances(  # type: ignore[no-untyped-def]
-    z, feature_scale, centers, high, low, row_scale, out,
-    reach, points, count, dim, row_stride, column_stride,
+@triton.jit
+def tile_part(start, live, origin, feature_scale, feature, dim, column_stride):
+    """Some features of a tile of rows, relative to the origin and in units of the bank."""
+    present = feature < dim
+    part = tl.load(start + feature[None, :] * column_stride, mask=live[:, None] & present[None, :], other=0.0)
+    part = part.to(tl.float32) - tl.load(origin + feature, mask=present, other=0.0)[None, :]
+    # Rows past the end have no number that could overflow.
+    return tl.where(live[:, None], part, 0.0) * tl.load(feature_scale + feature)[None, :]
+
+
+@triton.jit
+def tile_size(
+    start, live, origin, feature_scale, dim, column_stride, reach, block: tl.constexpr, blocks: tl.constexpr
+):  # fmt: skip
+    """The power of two above the coordinates of every row, relative to any centre; the norm of the row; its last block.
+
+    Divided by it no coordinate of z - c exceeds one; 2^-60 keeps it finite for points and centres at zero.
+    """
+    i = tl.arange(0, block)
+    largest = tl.zeros([live.shape[0]], tl.float32)
+    squares = tl.zeros([live.shape[0]], tl.float32)
+    for b in tl.static_range(blocks):
+        part = tile_part(start, live, origin, feature_scale, b * block + i, dim, column_stride)
+        largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
+        squares += tl.sum(part * part, axis=1)
+    return _power_of_two_above(tl.maximum(largest + reach, 8.7e-19)), tl.sqrt(squares), part
+
+
+@triton.jit
+def tile_distance(
+    start, live, whole, size, k, origin, feature_scale, centers, high, low, row_scale, dim, column_stride,
+    top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Distance of a tile of rows to ellipsoid k. A tile of one block comes as ``whole``, others are read again."""
+    i = tl.arange(0, block)
+    factor = top / size
+    padded: tl.constexpr = block * blocks
+    matrix = k.to(tl.int64) * padded * padded
+    squares = tl.zeros([live.shape[0]], tl.float32)
+    for j in tl.static_range(blocks):
+        y = tl.zeros([live.shape[0], block], tl.float32)
+        for b in tl.static_range(j, blocks):
+            feature = b * block + i
+            c = tl.load(centers + k * padded + feature)
+            if blocks == 1:
+                x = whole * factor[:, None] - factor[:, None] * c[None, :]
+            else:
+                part = tile_part(start, live, origin, feature_scale, feature, dim, column_stride)
+                x = (part - c[None, :]) * factor[:, None]
+            x_high, x_low = _split_numbers(x)
+            place = matrix + feature[:, None] * padded + (j * block + i)[None, :]
+            r_high = tl.load(high + place)
+            y = tl.dot(x_high, r_high, y)
+            y = tl.dot(x_low, r_high, y)
+            y = tl.dot(x_high, tl.load(low + place), y)
+        y *= tl.load(row_scale + k * padded + j * block + i)[None, :]
+        squares += tl.sum(y * y, axis=1)
+    return tl.sqrt(squares) * (size / top)
+
+
+@triton.jit
+def _distances(
+    z, origin, feature_scale, centers, high, low, row_scale, out,
+    reach, points, count, dim, row_stride, column_stride, out_row, out_column,
     top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
-    i = tl.arange(0, block)
     start = z + row[:, None].to(tl.int64) * row_stride
-    largest = tl.zeros([rows], tl.float32)
-    for b in tl.static_range(blocks):
-        feature = b * block + i
-        present = live[:, None] & (feature < dim)[None, :]
-        part = tl.load(start + feature[None, :] * column_stride, mask=present, other=0.0)
-        part *= tl.load(feature_scale + feature)[None, :]
-        largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
-    # With this factor no coordinate of z - c exceeds the top; 2^-60 keeps it finite for points and centres at zero.
-    size = _power_of_two_above(tl.maximum(largest + reach, 8.7e-19))
-    factor = top / size
-    if blocks == 1:
-        whole = part * factor[:, None]
-    padded: tl.constexpr = block * blocks
+    size, _, whole = tile_size(start, live, origin, feature_scale, dim, column_stride, reach, block, blocks)
     for g in range(group):
         k = tl.minimum(tl.program_id(1) * group + g, count - 1)
-        matrix = k.to(tl.int64) * padded * padded
-        squares = tl.zeros([rows], tl.float32)
-        for j in tl.static_range(blocks):
-            y = tl.zeros([rows, block], tl.float32)
-            for b in tl.static_range(j, blocks):
-                feature = b * block + i
-                c = tl.load(centers + k * padded + feature)
-                if blocks == 1:
-                    x = whole - factor[:, None] * c[None, :]
-                else:
-                    present = live[:, None] & (feature < dim)[None, :]
-                    part = tl.load(start + feature[None, :] * column_stride, mask=present, other=0.0)
-                    x = (part * tl.load(feature_scale + feature)[None, :] - c[None, :]) * factor[:, None]
-                x_high, x_low = _split_numbers(x)
-                place = matrix + feature[:, None] * padded + (j * block + i)[None, :]
-                r_high = tl.load(high + place)
-                y = tl.dot(x_high, r_high, y)
-                y = tl.dot(x_low, r_high, y)
-                y = tl.dot(x_high, tl.load(low + place), y)
-            y *= tl.load(row_scale + k * padded + j * block + i)[None, :]
-            squares += tl.sum(y * y, axis=1)
-        tl.store(out + row.to(tl.int64) * count + k, tl.sqrt(squares) * (size / top), mask=live)
+        distance = tile_distance(
+            start, live, whole, size, k, origin, feature_scale, centers, high, low, row_scale, dim, column_stride,
+            top, block, blocks,
+        )  # fmt: skip
+        tl.store(out + row.to(tl.int64) * out_row + k * out_column, distance, mask=live)
 
 
-def launch(z: Float[Tensor, "B D"], bank: Split) -> Float[Tensor, "B K"]:
-    """Distances of float32 points, relative to the bank's origin, to its ellipsoids."""
+def launch(
+    z: Tensor, origin: Float[Tensor, "D"], bank: Split, out: Float[Tensor, "B K"] | None = None
+) -> Float[Tensor, "B K"]:
+    """Distances of points, of any precision up to float32, to the ellipsoids of a bank around an origin."""
     points, dim = z.shape
     count = len(bank.centers)
-    out = torch.empty(points, count, dtype=torch.float32, device=z.device)
+    if out is None:
+        out = torch.empty(points, count, dtype=torch.float32, device=z.device)
     if points == 0:
         return out
     block = block_size(dim)
     blocks = bank.centers.shape[1] // block
-    shape = _shape(points, count, blocks)
+    shape = program_shape(points, count, blocks)
     grid = (-(-points // shape.rows), -(-count // shape.group))
     _distances[grid](
-        z, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
-        bank.reach, points, count, dim, z.stride(0), z.stride(1),
+        z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
+        bank.reach, points, count, dim, z.stride(0), z.stride(1), out.stride(0), out.stride(1),
         top=TOP, block=block, blocks=blocks, rows=shape.rows, group=shape.group,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """Points and ellipsoids of a program, its warps, and how many loads it keeps in flight."""
 
     rows: int
@@ -112,13 +145,13 @@ class _Shape(NamedTuple):
     stages: int
 
 
-def _shape(points: int, count: int, blocks: int) -> _Shape:
+def program_shape(points: int, count: int, blocks: int) -> Shape:
     """What was fastest on an H200; with several blocks, more than one stage does not fit into shared memory."""
     if blocks == 1:
         rows = next((rows for rows in (16, 32) if points <= rows), 64)
-        return _Shape(rows, _group(points, count, rows), warps=4, stages=2)
+        return Shape(rows, _group(points, count, rows), warps=4, stages=2)
     rows = next((rows for rows in (16, 32, 64) if points <= 64 * rows), 128)
-    return _Shape(rows, _group(points, count, rows), warps=8 if rows == 128 and blocks > 2 else 4, stages=1)
+    return Shape(rows, _group(points, count, rows), warps=8 if rows == 128 and blocks > 2 else 4, stages=1)
 
 
 def _group(points: int, count: int, rows: int) -> int:

@@ -63,9 +63,9 @@ def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> S
         w = torch.linalg.qr(w, mode="r")[1]
     # An ellipsoid's half width along a feature, through its centre, is a typical offset from it.
     width = 1.0 / torch.linalg.vector_norm(w, dim=1)
-    s = _power_of_two_above(torch.maximum(c.abs(), width).amax(dim=0))
+    s = power_of_two_above(torch.maximum(c.abs(), width).amax(dim=0))
     r = w * s
-    t = _power_of_two_above(r.abs().amax(dim=2))
+    t = power_of_two_above(r.abs().amax(dim=2))
     r = (r * (TOP / t)[:, :, None]).mT
     high = r.half()
     pad = padded - dim
@@ -79,7 +79,7 @@ def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> S
     )
 
 
-def _power_of_two_above(x: Tensor) -> Tensor:
+def power_of_two_above(x: Tensor) -> Tensor:
     """The least power of two above each number; exact, where a logarithm might round."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(mantissa), exponent)

@@ -1,0 +1,193 @@
+"""The part of the main README on CUDA devices, from the JSON of ``bench_gpu.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from markdown_tables import load, table
+
+from sepc_torch.kernels.judging import worth_screening
+
+# What the table shows besides the headline; the JSON has more.
+SHOWN_COUNTS, SHOWN_DIMS = (10, 100, 1000), (8, 32, 64, 256)
+# The claims of the benchmark: relative error, time over plain torch's, whole forward over distances, and gains.
+MOST_ERROR, MOST_SLOWDOWN, MOST_RATIO = 1e-5, 1.1, 1.5
+LEAST_OVER_EAGER, LEAST_OVER_COMPILE, LEAST_OVER_TF32 = 6.0, 3.0, 2.0
+PEERS = {
+    "forward": "ours, whole forward",
+    "distances": "ours, distances",
+    "eager": 'ours with `kernel="torch"`',
+    "compile": "`torch.compile`, float32",
+    "compile_tf32": "`torch.compile`, TF32",
+    "loop": "loop over the ellipsoids",
+    "pytorch_ood": "pytorch-ood, one matrix for all classes",
+    "mixture": "scikit-learn's `GaussianMixture`, CPU",
+    "covariance": "scikit-learn's `mahalanobis`, CPU",
+}
+
+
+def gpu() -> str:
+    results = load("bench_gpu")
+    parts = results["parts"]
+    ceiling = parts["distances"]["ceilings"]
+    text = (
+        f"On an {results['device']} (`{results['command']}`): distances with float32's accuracy; the whole forward "
+        "(label, trust, rule, distance, margin, nearest, runner-up), its time over that of the distances alone, and "
+        "its rows a second; then for the distances how many times longer plain torch takes, and how many times longer "
+        f"they take than the chip needs at the {ceiling['float16_tflops']:.0f} TFLOP/s in float16 and "
+        f"{ceiling['copy_tb_per_s']:.1f} TB/s that it reached in the same run"
+    )
+    other = (
+        "Other ways to the distances in the same run: rows a second, TFLOP/s counted as 2 K D² a row, and time as a "
+        f"multiple of ours; scikit-learn on the {results['environment']['cores']} cores of the same machine"
+    )
+    said = [targets(parts), small(parts["graphs"]), low_precision(parts), memory(parts["forward"])]
+    said.append(compiling(parts["compile"]))
+    return f"{text}:\n\n{shapes(parts)}\n\n{other}:\n\n{peers(parts['peers'])}\n\n" + "\n\n".join(said)
+
+
+def shapes(parts: dict[str, Any]) -> str:
+    whole = {size(row): row for row in parts["forward"]["rows"]}
+    rows = [
+        [
+            size(r),
+            f"{r['kernel_ms']:.2f} ms",
+            f"{whole[size(r)]['forward_ms']:.2f} ms",
+            f"{whole[size(r)]['ratio']:.2f} x",
+            f"{short(whole[size(r)]['rows_per_second'] / 1e6)} million",
+            f"{r['tflops']:.0f}",
+            f"{r['ratio']:.1f} x",
+            f"{r['kernel_ms'] / r['floor_ms']:.1f} x",
+            f"{r['error']:.0e}",
+        ]
+        for i, r in enumerate(parts["distances"]["rows"])
+        if i == 0 or (r["rows"] > 1000 and r["ellipsoids"] in SHOWN_COUNTS and r["dims"] in SHOWN_DIMS)
+    ]
+    header = ["rows x ellipsoids x dims", "distances", "whole forward", "of distances", "rows/s", "TFLOP/s"]
+    return table([*header, "plain torch", "chip's floor", "error"], rows)
+
+
+def peers(part: dict[str, Any]) -> str:
+    head, *others = part["shapes"]
+    names = [name for name in PEERS if name in head["methods"]]
+
+    def slower(shape: dict[str, Any], name: str) -> str:
+        ours, theirs = (shape["methods"][key]["rows_per_second"] for key in ("distances", name))
+        return f"{short(ours / theirs)} x"
+
+    rows = [
+        [
+            PEERS[name],
+            f"{short(head['methods'][name]['rows_per_second'] / 1e6)} million",
+            f"{head['methods'][name]['tflops']:.3g}",
+            *(slower(shape, name) for shape in part["shapes"]),
+        ]
+        for name in names
+    ]
+    columns = [f"time at {shape['ellipsoids']} x {shape['dims']}" for shape in others]
+    return table([f"at {size(head)}", "rows/s", "TFLOP/s", "time", *columns], rows)
+
+
+def targets(parts: dict[str, Any]) -> str:
+    """Over how many shapes each limit holds, and where it holds least."""
+    found, whole = parts["distances"]["rows"], parts["forward"]["rows"]
+    head = parts["peers"]["shapes"][0]
+    times = {name: rates["ms"] / head["methods"]["distances"]["ms"] for name, rates in head["methods"].items()}
+    error = held(found, lambda r: r["error"], MOST_ERROR, ".0e")
+    slow = held(found, lambda r: 1 / r["ratio"], MOST_SLOWDOWN, ".2f", " times its time")
+    large, few = ([r for r in whole if (r["rows"] > 1000) == many] for many in (True, False))
+    ratio = held(large, lambda r: r["ratio"], MOST_RATIO, ".2f", " times")
+    ratio_of_few = held(few, lambda r: r["ratio"], MOST_RATIO, ".2f", " times")
+    return (
+        f"At {size(head)} plain torch takes {reached(times['eager'], LEAST_OVER_EAGER)} times as long as our distances "
+        f"and torch.compile {reached(times['compile'], LEAST_OVER_COMPILE)} times. Over all shapes from 1 row, "
+        f"1 ellipsoid and {min(r['dims'] for r in found)} dims on: relative error at most {MOST_ERROR:.0e} on {error}; "
+        f"distances at most 10 % slower than plain torch on {slow}; whole forward within {MOST_RATIO} times its "
+        f"distances on {ratio} with many rows and on {ratio_of_few} with 1 or 1000."
+    )
+
+
+def small(part: dict[str, Any]) -> str:
+    """What small batches cost, where the host takes longer than the device."""
+    said = "; ".join(
+        f"at {size(r)} distances {r['distances_ms'] * 1e3:.0f} µs and whole forward {r['forward_ms'] * 1e3:.0f} µs, "
+        f"replayed from a CUDA graph {r['distances_graph_ms'] * 1e3:.0f} µs and {r['forward_graph_ms'] * 1e3:.0f} µs"
+        for r in part["rows"]
+    )
+    return f"Small batches wait for Python: {said}."
+
+
+def reached(value: float, least: float) -> str:
+    """A number, with the goal where it falls short."""
+    return f"{value:.1f}" if value >= least else f"{value:.2f} (short of {least:.0f})"
+
+
+def held(
+    rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], most: float, style: str, unit: str = ""
+) -> str:
+    """On how many rows a value keeps a limit, and the worst of them."""
+    kept = sum(value(row) <= most for row in rows)
+    worst = max(rows, key=value)
+    return f"{kept} of {len(rows)} (the worst: {value(worst):{style}}{unit} at {size(worst)})"
+
+
+def low_precision(parts: dict[str, Any]) -> str:
+    """What the pass in low precision gains, and whether it changes a decision."""
+    head, exact = parts["forward"]["headline"], parts["exact"]
+    models = {name: m for name, m in exact["models"].items() if worth_screening(m["ellipsoids"], m["dims"])}
+    wrong = sum(model["differ"]["any"] for model in models.values())
+    by_torch = ", ".join(f"{spaced(model['torch_differs']['any'])} ({name})" for name, model in models.items())
+    kinds = ", ".join(
+        f"{name} ({m['ellipsoids']} x {m['dims']}, condition {m['condition']:.0f})" for name, m in models.items()
+    )
+    most = max(largest(models, "distance"), largest(models, "margin"))
+    numbers = "so are distances and margins, to the last bit" if most == 0 else f"distances and margins to {most:.0e}"
+    same = "are the same with and without on every row" if wrong == 0 else f"differ on {spaced(wrong)}"
+    return (
+        f"At {size(parts['forward']['rows'][0])} the whole forward takes {head['screened_ms']:.2f} ms with its pass in "
+        f"low precision, {head['unscreened_ms']:.2f} ms without, {head['torch_ms']:.1f} ms in plain torch. "
+        f"Distances alone in three TF32 products, by a plain fused kernel, take {head['tf32x3_distances_ms']:.2f} ms, "
+        f"{reached(head['tf32x3_distances_ms'] / head['screened_ms'], LEAST_OVER_TF32)} times as long as the whole. "
+        f"On {spaced(exact['rows'])} rows of each of {len(models)} screened models, {kinds}, label, rule, nearest, "
+        f"runner-up and trust {same}; {numbers}. Plain torch rounds differently, and one of these differs on "
+        f"{by_torch} of the rows. Above 64 dims nothing is screened."
+    )
+
+
+def largest(models: dict[str, Any], name: str) -> float:
+    return max(model["largest"][name] for model in models.values())
+
+
+def memory(part: dict[str, Any]) -> str:
+    rows = part["memory"]
+    added = ", ".join(f"{r['added_per_row']:.0f} with {r['ellipsoids']}" for r in rows)
+    few, many = rows[0]["rows"]
+    widest = max(part["rows"], key=lambda r: r["rows"] * r["ellipsoids"])
+    return (
+        f"Memory of a whole forward, its result included, from {spaced(few)} to {spaced(many)} rows of "
+        f"{rows[0]['dims']} dims: bytes for every further row {added} ellipsoids. At {size(widest)}, where distances "
+        f"alone would take {4 * widest['rows'] * widest['ellipsoids'] / 2**30:.2f} GiB, it takes "
+        f"{widest['peak_bytes'] / 2**30:.2f} GiB."
+    )
+
+
+def compiling(part: dict[str, float]) -> str:
+    return (
+        f"The first call of a process compiles: {part['first_s']:.1f} s, the second {part['second_s'] * 1e3:.0f} ms; "
+        f"with the compiled kernels on disk {part['first_cached_s']:.1f} s. `warmup()` takes {part['warmup_s']:.1f} s, "
+        f"and the first call then {part['first_after_warmup_s'] * 1e3:.0f} ms."
+    )
+
+
+def size(row: dict[str, Any]) -> str:
+    return f"{spaced(row['rows'])} x {row['ellipsoids']} x {row['dims']}"
+
+
+def short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.3g}" if number < 1000 else spaced(round(number))
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")

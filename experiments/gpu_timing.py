@@ -1,0 +1,62 @@
+"""Times and memory on a CUDA device, and what the chip could do at best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sepc_torch.kernels.splitting import block_size
+
+
+def milliseconds(function: Callable[[], Any], heavy: bool = True) -> float:
+    """The median time on the device."""
+    from triton.testing import do_bench
+
+    warmup, repeat = (5, 40) if heavy else (5, 10)
+    return float(do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))
+
+
+def in_turns(functions: list[Callable[[], Any]], heavy: bool) -> list[float]:
+    """The times of several functions. Small shapes wait for the host, which has slow spells: the best of five."""
+    rounds = [[milliseconds(function, heavy) for function in functions] for _ in range(1 if heavy else 5)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def is_heavy(rows: int, count: int, dim: int) -> bool:
+    """Whether the work takes so long that the host does not matter."""
+    return rows * count * dim**2 > 2e11
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """How much memory a second call takes at most beyond what is allocated before it, its result included."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def ceilings() -> dict[str, float]:
+    """What this chip reaches: a large float16 product in TFLOP/s, and a copy in TB/s."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    numbers = torch.empty(2**29, device="cuda").normal_()
+    copy = torch.empty_like(numbers)
+    product, moved = milliseconds(lambda: a @ a), milliseconds(lambda: copy.copy_(numbers))
+    return {"float16_tflops": 2 * 8192**3 / product / 1e9, "copy_tb_per_s": 2 * numbers.nbytes / moved / 1e9}
+
+
+def floor_ms(rows: int, count: int, dim: int, ceiling: dict[str, float]) -> float:
+    """The time for the three float16 products of the blocks visited, or for reading points and writing distances."""
+    block = block_size(dim)
+    blocks = -(-dim // block)
+    products = 3 * 2 * rows * count * block**2 * blocks * (blocks + 1) / 2
+    moved = 4 * rows * (dim + count)
+    return max(products / ceiling["float16_tflops"] / 1e9, moved / ceiling["copy_tb_per_s"] / 1e9)
+
+
+def tflops(rows: int, count: int, dim: int, ms: float) -> float:
+    """Rate of the arithmetic that the formula asks for, two operations for each entry of a whitener."""
+    return 2 * rows * count * dim**2 / ms / 1e9

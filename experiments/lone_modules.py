@@ -1,0 +1,34 @@
+"""One module of a library, without what the packages above it would load."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def lone_module(name: str) -> Any:
+    """A module of an installed library; without the library, ``ModuleNotFoundError`` with its name.
+
+    The packages above the module stay empty: what they would load (torchvision, image models, plots) is many times what
+    is needed, and a torchvision that was not built for this torch breaks torchmetrics and Lightning.
+    """
+    first, *rest = name.split(".")
+    if first not in sys.modules:
+        spec = importlib.util.find_spec(first)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(f"{first} is not installed", name=first)
+        _empty_package(first, str(spec.submodule_search_locations[0]))
+    for depth in range(1, len(rest)):
+        package = ".".join([first, *rest[:depth]])
+        if package not in sys.modules:
+            _empty_package(package, "/".join([sys.modules[first].__path__[0], *rest[:depth]]))
+    return importlib.import_module(name)
+
+
+def _empty_package(name: str, folder: str) -> None:
+    package = ModuleType(name)
+    package.__path__ = [folder]
+    sys.modules[name] = package

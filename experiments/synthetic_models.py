@@ -1,0 +1,166 @@
+"""Frozen models of any size without a partition: ellipsoids in groups, and the training points that vouch for them.
+
+Points lie in normal clouds. Every cloud has four ellipsoids with centres and axes of their own near its middle, scaled
+to hold the same share of it, as large as leaves a given share of all points in no ellipsoid. At any number of
+dimensions about a third of the points is then in none, in one and in several. The counts are those that
+:func:`sepc_torch.ledger.ledger` would find, in torch on the device, since the largest of these models would take NumPy
+minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sepc_torch import SEPC, EllipsoidBank
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.kernels import Kernel
+from sepc_torch.ledger import RESOLUTION
+from sepc_torch.rules import TrainingCounts
+
+TRAINING_POINTS = 10_000
+MOST_CLASSES = 10
+# Ellipsoids of one cloud: of different classes, as where classes overlap.
+GROUP = 4
+# Share of the labels that are drawn at random rather than taken from the nearest ellipsoid.
+WRONG_LABELS = 0.2
+# Share of the points to judge that come from clouds three times as wide.
+FAR, FAR_WIDTH = 0.1, 3.0
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Middles (G, D) of the clouds, centres (K, D) and whiteners (K, D, D), and the counts of the training points."""
+
+    middles: Tensor
+    centers: Tensor
+    whiteners: Tensor
+    training: TrainingCounts
+    totals: Tensor
+
+    def bank(self, kernel: Kernel = "auto", dtype: torch.dtype = torch.float32) -> EllipsoidBank:
+        origin = torch.zeros_like(self.middles[0])
+        return EllipsoidBank(self.centers.to(dtype), self.whiteners.to(dtype), origin.to(dtype), kernel=kernel)
+
+    def sepc(self, kernel: Kernel = "auto") -> SEPC:
+        return SEPC(
+            self.bank(kernel),
+            self.training,
+            self.totals,
+            torch.ones_like(self.middles[0]),
+            classes=list(range(len(self.totals))),
+            nan_policy="flag",
+        )
+
+    def points(self, rows: int, seed: int) -> Tensor:
+        """Points to judge (B, D): from the clouds of the training points, a share of them farther out."""
+        generator = torch.Generator(self.middles.device).manual_seed(seed)
+        z, _ = _draw(self.middles, rows, generator, far=FAR)
+        return z
+
+    @property
+    def condition(self) -> float:
+        """The median condition number of the whiteners."""
+        return float(torch.linalg.cond(self.whiteners.double()).median())
+
+
+def synthetic(
+    count: int,
+    dim: int,
+    seed: int,
+    device: str,
+    *,
+    apart: float = 3.0,
+    stretch: float = math.e**2,
+    outside: float = 0.3,
+    points: int = TRAINING_POINTS,
+) -> Synthetic:
+    """A model with so many ellipsoids in so many dimensions.
+
+    Args:
+        count: Ellipsoids K. They have ten classes, or as many as there are ellipsoids, but at least two.
+        dim: Features D.
+        seed: Same seed and device, same model.
+        device: Where to draw it, and where it then is.
+        apart: Standard deviation of the middles of the clouds; that of a cloud is 1.
+        stretch: How many times longer than the shortest the longest axes are, before they are sheared.
+        outside: The share of the training points in no ellipsoid.
+        points: Number of training points.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    group = torch.arange(count, device=device) // GROUP
+    middles = apart * normal(-(-count // GROUP), dim)
+    centers = middles[group] + 0.5 * normal(count, dim)
+    whiteners = normal(count, dim, dim).triu_() / dim**0.5 + torch.eye(dim, device=device)
+    whiteners *= stretch ** torch.rand(count, dim, 1, generator=generator, device=device)
+
+    x, cloud = _draw(middles, points, generator, far=0.0)
+    own = cloud[:, None] == group
+    whiteners /= _radii(_distances(x, centers, whiteners), own, outside).float()[:, None, None]
+    distance = _distances(x, centers, whiteners)
+
+    classes = min(MOST_CLASSES, max(2, count))
+    codes = torch.arange(count, device=device) % classes
+    chance = torch.randint(classes, (points,), generator=generator, device=device)
+    wrong = torch.rand(points, generator=generator, device=device) < WRONG_LABELS
+    labels = torch.where(wrong, chance, codes[distance.argmin(dim=1)])
+    totals = labels.bincount(minlength=classes)
+    return Synthetic(middles, centers, whiteners, training_counts(distance, codes, labels, totals), totals)
+
+
+def training_counts(distance: Tensor, codes: Tensor, labels: Tensor, totals: Tensor) -> TrainingCounts:
+    """What the rules know of labelled training points, from their distances (N, K) to the ellipsoids."""
+    inside = distance <= 1.0 + SURFACE_TOLERANCE
+    packed, cell = np.unique(np.packbits(inside.cpu().numpy(), axis=1), axis=0, return_inverse=True)
+    cells = torch.from_numpy(np.unpackbits(packed, axis=1, count=len(codes)).astype(bool)).to(distance.device)
+    of_class = torch.nn.functional.one_hot(labels, len(totals))
+    counts = torch.zeros(len(cells), len(totals), dtype=torch.int64, device=distance.device)
+    counts.index_add_(0, torch.from_numpy(cell.ravel()).to(distance.device), of_class)
+
+    size = min(int(totals.max()), RESOLUTION)
+    steps = torch.arange(1, size + 1, device=distance.device)
+    evenly = -(-steps * totals[:, None] // size)
+    ranks = torch.where(totals[:, None] <= size, torch.minimum(steps, totals[:, None]), evenly)
+    reach = torch.stack([distance[labels == c].sort(dim=0).values[ranks[c] - 1].T for c in range(len(totals))], dim=1)
+    reach = reach.masked_fill(steps > totals[:, None], torch.inf)
+    held = (inside.T.double() @ of_class.double()).long()
+    return TrainingCounts(codes, cells, counts, held, reach.float(), ranks)
+
+
+def _draw(middles: Tensor, rows: int, generator: torch.Generator, far: float) -> tuple[Tensor, Tensor]:
+    """Points (B, D) of the clouds, a share of them from wide ones, and which cloud each is of (B,)."""
+    cloud = torch.randint(len(middles), (rows,), generator=generator, device=middles.device)
+    noise = torch.randn(rows, middles.shape[1], generator=generator, device=middles.device)
+    wide = torch.rand(rows, 1, generator=generator, device=middles.device) < far
+    return middles[cloud] + torch.where(wide, FAR_WIDTH, 1.0) * noise, cloud
+
+
+def _distances(x: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
+    """Distances in float64 to ellipsoids in float32."""
+    bank = EllipsoidBank(centers.double(), whiteners.double(), torch.zeros_like(x[0]).double(), kernel="torch")
+    return bank(x.double())
+
+
+def _radii(distance: Tensor, own: Tensor, outside: float) -> Tensor:
+    """The distance (K,) within which every ellipsoid holds the same share of its cloud and all leave some outside."""
+    ordered = torch.where(own, distance, torch.inf).sort(dim=0).values
+    sizes = own.sum(dim=0)
+
+    def holding(share: float) -> Tensor:
+        last = torch.minimum((share * sizes).long(), sizes - 1)
+        return ordered.gather(0, last[None, :]).squeeze(0)
+
+    low, high = 0.0, 1.0
+    for _ in range(15):
+        share = (low + high) / 2
+        left = float((distance > holding(share)).all(dim=1).double().mean())
+        low, high = (share, high) if left > outside else (low, share)
+    return holding(low)

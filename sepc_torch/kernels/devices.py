@@ -1,0 +1,22 @@
+"""Where kernels run."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def available(like: Tensor) -> bool:
+    """Whether kernels can run where a tensor is."""
+    return like.is_cuda and find_spec("triton") is not None
+
+
+def on_device(like: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's, which costs time, only where it is another."""
+    if not like.is_cuda or like.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(like.device)

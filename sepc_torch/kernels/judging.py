@@ -1,0 +1,202 @@
+"""From points to decisions on a CUDA device, in pieces: no memory grows with rows times ellipsoids, no host is asked.
+
+Importing this needs no Triton; it is loaded with the first launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sepc_torch import ops
+from sepc_torch.kernels.bounds import Screen, screen
+from sepc_torch.kernels.devices import on_device
+from sepc_torch.kernels.splitting import Split, block_size, split
+from sepc_torch.kernels.tables import RuleTables, rule_tables
+from sepc_torch.rules import TrainingCounts
+from sepc_torch.shapes import Float, Int
+
+# Numbers of a piece's distances. They are read two or three times, so the cache need not hold them.
+_PIECE = 2**26
+# Below these, choosing and computing again cost more than the products that screening saves.
+_SCREEN_ROWS = 2**15
+_SCREEN_WORK = 2048
+
+
+class Kernels(NamedTuple):
+    """What the kernels read: counts, and the ellipsoids by class, accurate and rounded, if they are in float32."""
+
+    tables: RuleTables
+    bank: Split | None
+    coarse: Screen | None
+
+
+def kernels_for(
+    offsets: Float[Tensor, "K D"],
+    whiteners: Float[Tensor, "K D D"],
+    prepared: Split | None,
+    training: TrainingCounts,
+    totals: Int[Tensor, "C"],
+) -> Kernels:
+    """Lay out a model for the kernels; ``prepared`` are its ellipsoids as they come, where a kernel can take them."""
+    tables = rule_tables(training, totals)
+    if prepared is None:
+        return Kernels(tables, None, None)
+    order = tables.order.long()
+    as_they_come = bool((order.diff() > 0).all())
+    bank = prepared if as_they_come else split(offsets[order], whiteners[order])
+    return Kernels(tables, bank, screen(bank))
+
+
+def judge(
+    z: Tensor, given: Int[Tensor, "B"] | None, origin: Float[Tensor, "D"], kernels: Kernels, *, screening: bool
+) -> tuple[Int[Tensor, "I B"], Float[Tensor, "F B"]]:
+    """Decide for points.
+
+    Args:
+        z: The points (B, D) in float32, float16 or bfloat16.
+        given: Labels to judge besides the model's own.
+        origin: What the centres are relative to.
+        kernels: The model.
+        screening: Whether distances that cannot matter may be computed in float16, where that is faster.
+
+    Returns:
+        Label, rule, nearest and runner-up; trust, distance and margin. With given labels, also the runner-up to them,
+        and trust and margin of them.
+    """
+    tables, bank, coarse = kernels
+    if bank is None or coarse is None:
+        raise ValueError("These ellipsoids were not laid out in float32.")
+    if not torch.compiler.is_compiling():  # handing over two dozen tensors takes longer than a small batch
+        return _in_pieces(z, given, origin, bank, coarse if screening else None, tables)
+    rounded = list(coarse[:-1]) if screening else []
+    return _judge(
+        z, given, origin, list(bank[:-1]), bank.reach, rounded, coarse.relative, list(tables[:-1]), tables.probes
+    )
+
+
+def decide(
+    distance: Float[Tensor, "B K"],
+    nearness: Float[Tensor, "B K"] | None,
+    given: Int[Tensor, "B"] | None,
+    kernels: Kernels,
+) -> tuple[Int[Tensor, "I B"], Float[Tensor, "F B"]]:
+    """The same from distances that are known, and from what "nearest" means where that is another number."""
+    tables = kernels.tables._replace(reach=kernels.tables.reach.to(distance.dtype))
+    return _decide(distance, nearness, given, list(tables[:-1]), tables.probes)
+
+
+def _in_pieces(
+    z: Tensor, given: Tensor | None, origin: Tensor, bank: Split, coarse: Screen | None, tables: RuleTables
+) -> tuple[Tensor, Tensor]:
+    ints, floats = _room(z, origin.dtype, given)
+    rows = max(1, _PIECE // len(bank.centers))
+    with on_device(z):
+        if 0 < len(z) <= rows:
+            _judge_piece(z, given, origin, bank, coarse, tables, ints, floats)
+            return ints, floats
+        for start in range(0, len(z), rows):
+            piece = slice(start, start + rows)
+            labels = None if given is None else given[piece]
+            _judge_piece(z[piece], labels, origin, bank, coarse, tables, ints[:, piece], floats[:, piece])
+    return ints, floats
+
+
+def worth_screening(count: int, dim: int) -> bool:
+    """Whether large batches are screened with so many ellipsoids and dims; more dims do not fit the registers.
+
+    >>> worth_screening(128, 64), worth_screening(10, 64), worth_screening(128, 65)
+    (True, False, False)
+    """
+    block = block_size(dim)
+    return dim <= block and count * block >= _SCREEN_WORK
+
+
+def _judge_piece(
+    z: Tensor,
+    given: Tensor | None,
+    origin: Tensor,
+    bank: Split,
+    coarse: Screen | None,
+    tables: RuleTables,
+    ints: Tensor,
+    floats: Tensor,
+) -> None:
+    from sepc_torch.kernels.fused import launch
+    from sepc_torch.kernels.resolving import resolve
+    from sepc_torch.kernels.screening import screened
+
+    count, dim = len(bank.centers), len(origin)
+    if coarse is not None and len(z) >= _SCREEN_ROWS and worth_screening(count, dim):
+        distance, _ = screened(z, given, origin, bank, coarse, tables.starts)
+    else:
+        distance = origin.new_empty(count, len(z))
+        launch(z, origin, bank, distance.T)
+    resolve(distance, None, given, tables, ints, floats)
+
+
+def _judge_tensors(
+    z: Tensor,
+    given: Tensor | None,
+    origin: Tensor,
+    bank: list[Tensor],
+    reach: float,
+    coarse: list[Tensor],
+    relative: float,
+    tables: list[Tensor],
+    probes: int,
+) -> tuple[Tensor, Tensor]:
+    ellipsoids = Split(*bank, reach)  # type: ignore[call-arg, arg-type]
+    rounded = Screen(*coarse, relative) if coarse else None  # type: ignore[call-arg, arg-type]
+    counts = RuleTables(*tables, probes)  # type: ignore[call-arg, arg-type]
+    return _in_pieces(z, given, origin, ellipsoids, rounded, counts)
+
+
+def _judge_shape(z: Tensor, given: Tensor | None, origin: Tensor, *model: object) -> tuple[Tensor, Tensor]:
+    return _room(z, origin.dtype, given)
+
+
+def _decide_pieces(
+    distance: Tensor, nearness: Tensor | None, given: Tensor | None, tables: list[Tensor], probes: int
+) -> tuple[Tensor, Tensor]:
+    from sepc_torch.kernels.resolving import resolve
+
+    counts = RuleTables(*tables, probes)  # type: ignore[call-arg, arg-type]
+    ints, floats = _room(distance, distance.dtype, given)
+    rows = max(1, _PIECE // distance.shape[1])
+    with on_device(distance):
+        for start in range(0, len(distance), rows):
+            piece = slice(start, start + rows)
+            by_class = [None if d is None else d[piece].T[counts.order].contiguous() for d in (distance, nearness)]
+            labels = None if given is None else given[piece]
+            assert by_class[0] is not None
+            resolve(by_class[0], by_class[1], labels, counts, ints[:, piece], floats[:, piece])
+    return ints, floats
+
+
+def _decide_shape(
+    distance: Tensor, nearness: Tensor | None, given: Tensor | None, *model: object
+) -> tuple[Tensor, Tensor]:
+    return _room(distance, distance.dtype, given)
+
+
+def _room(like: Tensor, dtype: torch.dtype, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Columns for the results: four of integers and three of numbers, and those of the given labels."""
+    rows = like.shape[0]
+    ints = like.new_empty((4 if given is None else 5, rows), dtype=torch.int64)
+    return ints, like.new_empty((3 if given is None else 5, rows), dtype=dtype)
+
+
+_judge = ops.operator(
+    "judge(Tensor z, Tensor? given, Tensor origin, Tensor[] bank, float reach, Tensor[] coarse, float relative, "
+    "Tensor[] tables, int probes) -> (Tensor, Tensor)",
+    _judge_tensors,
+    _judge_shape,
+)
+_decide = ops.operator(
+    "decide(Tensor distance, Tensor? nearness, Tensor? given, Tensor[] tables, int probes) -> (Tensor, Tensor)",
+    _decide_pieces,
+    _decide_shape,
+)

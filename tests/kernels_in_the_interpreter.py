@@ -1,0 +1,170 @@
+"""Checks of the kernels on the CPU, run by test_kernels.py in a process with TRITON_INTERPRET=1.
+
+Triton reads its mode when it is imported, so that the interpreter needs a process of its own.
+
+    TRITON_INTERPRET=1 python tests/kernels_in_the_interpreter.py decisions 7
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import numpy as np
+import torch
+import triton_interpreter  # noqa: F401 - before the first kernel
+from ellipsoid_banks import bank_of
+from ellipsoid_models import model_of, points_for
+
+from sepc_torch.kernels import fused, judging, screening
+from sepc_torch.kernels.bounds import screen
+from sepc_torch.kernels.resolving import resolve
+from sepc_torch.kernels.splitting import split
+from sepc_torch.prediction import Prediction
+from sepc_torch.sepc import SEPC
+
+Rng = np.random.Generator
+# Numbers are split into 22 bits; three such errors and the rounding of sums, in units of the terms that are summed.
+ACCURACY = 2e-6
+
+
+def distances(rng: Rng) -> None:
+    """As accurate as float32, for odd shapes, strides and precisions, around an origin that is not zero."""
+    for count, dim, points in ((3, 7, 40), (1, 1, 1), (2, 100, 9), (2, 64, 17)):
+        centers, whiteners = (numbers.float().double() for numbers in bank_of(rng, count, dim))
+        spread = centers.abs().amax(dim=0)
+        origin = centers.mean(dim=0).float()
+        offsets = (centers - origin).float().double()
+        z = (centers[0] + torch.from_numpy(rng.normal(size=(points, 2 * dim)))[:, ::2] * spread).float()
+        z[0] = centers[0].float()
+        wide = torch.full((points, 2 * dim), torch.nan)
+        wide[:, ::2] = z
+        bank = split(offsets, whiteners)
+        for given in (z, wide[:, ::2], z.bfloat16()):
+            found = fused.launch(given, origin, bank)
+            # The points as float32 has them after subtracting the origin: that rounding is everyone's.
+            relative = (given.float() - origin).double()[:, None] - offsets
+            exact = torch.linalg.vector_norm(relative[:, :, None] @ whiteners.mT, dim=(2, 3))
+            terms = torch.linalg.vector_norm(relative.abs()[:, :, None] @ whiteners.abs().mT, dim=(2, 3))
+            error = float(((found - exact).abs() / terms.clamp_min(1e-30)).max())
+            assert error < ACCURACY, (count, dim, points, error)
+        turned = torch.full((count, points), torch.nan)
+        fused.launch(z, origin, bank, turned.T)
+        assert torch.equal(turned.T, fused.launch(z, origin, bank))
+        z[0, 0] = torch.nan
+        assert fused.launch(z, origin, bank)[0].isnan().all()
+        assert fused.launch(z, origin, bank)[1:].isfinite().all()
+        assert fused.launch(z[:0], origin, bank).shape == (0, count)
+
+
+def kernels_of(sepc: SEPC) -> judging.Kernels:
+    bank, exact = sepc.bank, sepc.scale.dtype == torch.float32
+    prepared = split(bank.offsets, bank.whiteners) if exact else None
+    return judging.kernels_for(bank.offsets, bank.whiteners, prepared, sepc.training_counts, sepc.totals)
+
+
+def compare(found: tuple[torch.Tensor, torch.Tensor], own: Prediction, given: Prediction) -> None:
+    """What a kernel wrote against what torch says; rows without a distance have a label of -1 and no trust."""
+    ints, floats = found
+    good = own.label >= 0
+    assert torch.equal(ints[0], own.label)
+    assert torch.equal(ints[1], own.rule)
+    assert torch.equal(ints[2][good], own.nearest[good])
+    for label, runner_up, trust, margin in ((own, 3, 0, 2), (given, 4, 3, 4)):
+        assert torch.equal(ints[runner_up][good], label.runner_up[good])
+        assert torch.allclose(floats[trust], label.trust, rtol=1e-6, atol=0)
+        assert torch.allclose(floats[margin], label.margin, rtol=2e-5, atol=0, equal_nan=True)
+    assert torch.allclose(floats[1][good], own.distance[good], rtol=1e-5, atol=0)
+    assert not floats[1][~good].isfinite().any()
+
+
+def decisions(rng: Rng) -> None:
+    """The kernel decides as torch does from the same distances, also where rules are rare."""
+    seen = set()
+    for count, dim, classes, rows, dtype, options in (
+        (9, 2, 3, 60, torch.float32, {"held": 2.0}),
+        (1, 1, 2, 10, torch.float32, {}),
+        (40, 3, 5, 50, torch.float64, {"held": 3.0}),
+        (70, 2, 40, 40, torch.float32, {"held": 3.0}),
+        (12, 2, 4, 50, torch.float64, {"twins": True}),
+        (34, 2, 4, 40, torch.float32, {"mixed": True}),
+        (8, 3, 3, 40, torch.float64, {"nearest": "euclidean"}),
+    ):
+        sepc = model_of(rng, count, dim, classes, dtype=dtype, **options)
+        z = points_for(rng, sepc, rows)
+        label = torch.from_numpy(rng.integers(0, classes, rows))
+        own, given = sepc.judge(z, label)
+        distance = sepc.bank(z)
+        nearness = sepc._nearness(z, distance)
+        found = judging.decide(distance, nearness, label, kernels_of(sepc))
+        compare(found, own, given)
+        seen |= set(own.rule.tolist())
+    assert seen == {0, 1, 2, 3}
+
+
+def pieces(rng: Rng) -> None:
+    """From points to decisions, in one piece and in several, with and without labels to judge."""
+    sepc = model_of(rng, 11, 4, 3)
+    kernels = kernels_of(sepc)
+    z = points_for(rng, sepc, 50)
+    label = torch.from_numpy(rng.integers(0, 3, 50))
+    whole = judging.judge(z, label, sepc.bank.origin, kernels, screening=True)
+    compare(whole, *sepc.judge(z, label))
+    judging._PIECE = 11 * 16
+    for parts, wanted in zip(judging.judge(z, label, sepc.bank.origin, kernels, screening=True), whole, strict=True):
+        assert torch.equal(parts.nan_to_num(), wanted.nan_to_num())
+    alone = judging.judge(z, None, sepc.bank.origin, kernels, screening=False)
+    assert torch.equal(alone[0], whole[0][:4])
+    assert [tuple(part.shape) for part in judging.judge(z[:0], None, sepc.bank.origin, kernels, screening=True)] == [
+        (4, 0),
+        (3, 0),
+    ]
+
+
+def bounds(rng: Rng) -> None:
+    """No estimate is farther from the exact distance, nor from the accurate one, than its bound says."""
+    for count, dim in ((6, 3), (5, 20), (3, 64)):
+        centers, whiteners = (numbers.float().double() for numbers in bank_of(rng, count, dim))
+        origin = torch.zeros(dim)
+        bank = split(centers, whiteners)
+        coarse = screen(bank)
+        z = (centers[0] + torch.from_numpy(rng.normal(size=(40, dim))) * centers.abs().amax(dim=0)).float()
+        z[0], z[1] = centers[0].float(), 0.0
+        estimate, norm = torch.full((count, 40), torch.nan), torch.full((40,), torch.nan)
+        screening.estimate(z, origin, bank, coarse, estimate, norm)
+        exact = torch.linalg.vector_norm((z.double()[:, None] - centers)[:, :, None] @ whiteners.mT, dim=(2, 3)).T
+        bound = coarse.slope[:, None] * norm + coarse.offset[:, None] + coarse.relative * estimate
+        error = (estimate - exact).abs()
+        assert (error <= bound).all()
+        assert ((estimate - fused.launch(z, origin, bank).T).abs() <= bound).all()
+        # Useful, too: not far above what rounding does.
+        assert float((error / bound).max()) > 0.02
+
+
+def screening_decides(rng: Rng) -> None:
+    """Every result from screened distances is that from accurate ones, to the last bit, and fewer were computed."""
+    for count, dim, classes, judging_labels in ((7, 2, 3, True), (12, 20, 4, False), (33, 3, 5, True)):
+        sepc = model_of(rng, count, dim, classes, held=2.0)
+        kernels = kernels_of(sepc)
+        assert kernels.bank is not None
+        assert kernels.coarse is not None
+        z = points_for(rng, sepc, 40)
+        given = torch.from_numpy(rng.integers(0, classes, 40)) if judging_labels else None
+        origin, tables = sepc.bank.origin, kernels.tables
+        distance, used = screening.screened(z, given, origin, kernels.bank, kernels.coarse, tables.starts)
+        accurate = fused.launch(z, origin, kernels.bank).T.contiguous()
+        assert int(used.sum()) < 0.8 * accurate.numel()
+        results = []
+        for numbers in (distance, accurate):
+            ints, floats = judging._room(z, torch.float32, given)
+            resolve(numbers, None, given, tables, ints, floats)
+            results.append((ints, floats.nan_to_num()))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow, which the kernels are tested with
+    check, seed = sys.argv[1:]
+    globals()[check](np.random.default_rng(int(seed)))
+    sys.stdout.write("right")

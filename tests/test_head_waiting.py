@@ -1,0 +1,239 @@
+"""A head that looks at no value: what it says where logits hold NaN, which operators it runs, and warming up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from overlapping_classes import batch, draw
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sepc_torch import SEPC, TrustHead, head, neighbours, projection
+from sepc_torch.prediction import HeadPrediction
+from sepc_torch.projection import fit_projection
+
+Rng = np.random.Generator
+
+
+def fit(rng: Rng, **options: Any) -> TrustHead:
+    x, labels, _ = draw(rng, 90)
+    return TrustHead.fit(x, labels, dim=3, **{"nan_policy": "flag", **options})
+
+
+def calibrated(rng: Rng, **options: Any) -> TrustHead:
+    return fit(rng, **options).calibrate(*draw(rng, 100))
+
+
+def with_holes(logits: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+    """Logits with NaN in one column, in all and in the largest, and which rows those are."""
+    holed = torch.from_numpy(logits).clone()
+    holed[2, 0], holed[5], holed[7, holed[7].argmax()] = torch.nan, torch.nan, torch.nan
+    return holed, holed.isnan().any(dim=1)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0))
+
+
+class TestLogitsThatHoldNaN:
+    @pytest.mark.parametrize("make", [fit, calibrated])
+    def test_are_refused_row_by_row(self, rng: Rng, make: Callable[..., TrustHead]) -> None:
+        model = make(rng)
+        x, _, logits = draw(rng, 60)
+        if make is calibrated:
+            model.accept_at(risk=0.99)
+        holed, silent = with_holes(logits)
+        whole, out = model(batch(x), logits=torch.from_numpy(logits)), model(batch(x), logits=holed)
+        assert (out.network_label[silent] == -1).all()
+        for field in (out.network_trust, out.confidence, out.joint):
+            assert (field[silent] == 0).all()
+        assert out.network_margin[silent].isnan().all()
+        assert out.class_p_value[silent].isnan().all()
+        assert not out.accept[silent].any()
+        assert out.abstain(0.0)[silent].all()
+        # The point itself, and the head's own label, are judged as ever; and so are all other rows.
+        for name in (*HeadPrediction._fields[:7], "p_value", "strangeness"):
+            assert equal(getattr(out, name), getattr(whole, name)), name
+        for name in HeadPrediction._fields:
+            assert equal(getattr(out, name)[~silent], getattr(whole, name)[~silent]), name
+        if make is calibrated:
+            assert whole.accept.any()
+
+    def test_beside_embeddings_that_are_flagged(self, rng: Rng) -> None:
+        model = calibrated(rng)
+        x, _, logits = draw(rng, 60)
+        z, (holed, silent) = batch(x), with_holes(logits)
+        z[2], z[3] = torch.nan, 0.0
+        out = model(z, logits=holed)
+        refused = silent.clone()
+        refused[3] = True
+        assert torch.equal(out.network_label < 0, refused)
+        assert (out.label[[2, 3]] == -1).all()
+        assert (out.p_value[[2, 3]] <= 1 / 51 + 1e-6).all()
+        assert torch.equal(out.confidence == 0, refused)
+        assert not out.accept[refused].any()
+
+    def test_without_evidence(self, rng: Rng) -> None:
+        whole = fit(rng)
+        x, _, logits = draw(rng, 60)
+        holed, silent = with_holes(logits)
+        out = TrustHead(whole.projection, whole.sepc)(batch(x), logits=holed)
+        assert torch.equal(out.network_label < 0, silent)
+        assert (out.network_trust[silent] == 0).all()
+        assert out.confidence.isnan().all()
+        assert not out.accept.any()
+
+    def test_raise_where_that_is_the_policy(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = calibrated(rng, nan_policy="raise")
+        x, labels, logits = draw(rng, 60)
+        holed, silent = with_holes(logits)
+        with pytest.raises(ValueError, match=r"logits hold NaN in 3 rows, first in row 2: .* nan_policy='flag'"):
+            model(batch(x), logits=holed)
+        with pytest.raises(ValueError, match="logits hold NaN"):
+            calibrated(rng).calibrate(x, labels, holed)  # nothing is learnt from them, whatever the policy
+        # A graph that is being recorded cannot stop halfway: there every policy flags.
+        monkeypatch.setattr(head, "may_look", lambda _: False)
+        out = model(batch(x), logits=holed)
+        assert torch.equal(out.network_label < 0, silent)
+        assert not out.accept[silent].any()
+
+    def test_compiled_they_are_flagged_too(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = calibrated(rng, nan_policy="raise")
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        x, _, logits = draw(rng, 60)
+        holed, silent = with_holes(logits)
+        assert torch.equal(model(batch(x), logits=holed).network_label < 0, silent)
+
+
+def test_logits_on_another_device(rng: Rng) -> None:
+    model = fit(rng)
+    with pytest.raises(ValueError, match=r"logits are on meta and embeddings on cpu; move one with \.to\(\)"):
+        model(torch.zeros(4, 5), logits=torch.zeros(4, 3, device="meta"))
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses the operators for which the host would wait for a GPU: those that read values, or find a size in them.
+
+    Copies from host memory wait as well, but need a GPU to be seen.
+    """
+
+    WAITING = (
+        "_local_scalar_dense",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.allowed = False
+
+    @contextmanager
+    def allow(self) -> Iterator[None]:
+        self.allowed = True
+        try:
+            yield
+        finally:
+            self.allowed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if not self.allowed:
+            plain = name.removeprefix("aten::").partition(".")[0]
+            assert not any(plain.startswith(waiting) for waiting in self.WAITING), f"{name} waits for the device"
+            if plain in ("index", "index_put", "index_put_"):
+                masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+                assert not masks, f"{name} with a mask waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: bool(x.any()),
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 0),
+        lambda x: x.tolist() and x[0].tolist() and float(x[0]),
+    ],
+)
+def test_waiting_is_seen(wait: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError, match="waits for the device"), NothingWaits():
+        wait(torch.ones(3))
+
+
+@pytest.mark.parametrize(("witnesses", "many"), [(0, 32), (None, 32), (None, 2)])
+def test_nothing_around_the_partition_waits(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, witnesses: int | None, many: int
+) -> None:
+    """The partition may look at values on a CPU, where that costs nothing; everything else may not."""
+    monkeypatch.setattr(neighbours, "_MANY_CLASSES", many)
+    model = calibrated(rng, witnesses=witnesses)
+    x, _, logits = draw(rng, 60)
+    z, scores = batch(x), torch.from_numpy(logits)
+    expected = [model(z), model(z, logits=scores)]
+    mode, judge = NothingWaits(), SEPC.judge
+
+    def allowed(*args: Any, **options: Any) -> Any:
+        with mode.allow():
+            return judge(*args, **options)
+
+    monkeypatch.setattr(SEPC, "judge", allowed)
+    # What operators do inside counts as well.
+    monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
+    monkeypatch.setattr(projection, "_product", projection._exact_product)
+    with mode:
+        found = [model(z), model(z, logits=scores)]
+    for a, b in zip(expected, found, strict=True):
+        assert all(equal(u, v) for u, v in zip(a, b, strict=True))
+
+
+def test_a_projection_has_a_gradient(rng: Rng) -> None:
+    x, labels, _ = draw(rng, 60)
+    for normalize in ("l2", "polar", None):
+        project = fit_projection(x, labels, 3, normalize, "pca", torch.float64)
+        assert torch.autograd.gradcheck(project, (torch.from_numpy(x[:4]).requires_grad_(),))
+
+
+class TestWarmup:
+    def test_runs_every_size_with_and_without_logits(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = calibrated(rng, nan_policy="raise").double()
+        seen: list[tuple[int, bool]] = []
+        forward = TrustHead.forward
+
+        def spy(self: TrustHead, z: Tensor, logits: Tensor | None = None) -> HeadPrediction:
+            assert z.dtype == torch.float64
+            assert not torch.is_grad_enabled()
+            seen.append((len(z), logits is not None))
+            return forward(self, z, logits)
+
+        monkeypatch.setattr(TrustHead, "forward", spy)
+        state = torch.get_rng_state()
+        assert 0.0 < model.warmup(2, 7) < 60.0
+        assert seen == [(2, False), (2, True), (7, False), (7, True)]
+        seen.clear()
+        model.warmup()
+        assert [size for size, _ in seen] == [1, 1, 4096, 4096]
+        assert torch.equal(torch.get_rng_state(), state), "the user's random numbers stay as they are"
+
+    def test_changes_nothing(self, rng: Rng) -> None:
+        for model in (fit(rng, nan_policy="raise"), calibrated(rng), fit(rng, witnesses=0)):
+            z = batch(draw(rng, 40)[0])
+            before = model(z)
+            model.warmup(5)
+            assert all(equal(a, b) for a, b in zip(before, model(z), strict=True))
+
+    @pytest.mark.parametrize("rows", [0, -1])
+    def test_refuses_what_is_no_size(self, rng: Rng, rows: int) -> None:
+        with pytest.raises(ValueError, match="rows must be an integer of at least 1"):
+            fit(rng).warmup(8, rows)
