@@ -34,8 +34,9 @@ def gpu() -> str:
     text = (
         f"On an {results['device']} (`{results['command']}`): distances with float32's accuracy; the whole forward "
         "(label, trust, rule, distance, margin, nearest, runner-up), its time over that of the distances alone, and "
-        "its rows a second; then for the distances how many times longer plain torch takes, and how many times longer "
-        f"they take than the chip needs at the {ceiling['float16_tflops']:.0f} TFLOP/s in float16 and "
+        "its rows a second; then for the distances TFLOP/s (2 K D² a row), how many times longer plain torch takes, "
+        "and how many times longer they take than the chip needs for the three float16 products that they are made of, "
+        f"at the {ceiling['float16_tflops']:.0f} TFLOP/s in float16 and "
         f"{ceiling['copy_tb_per_s']:.1f} TB/s that it reached in the same run"
     )
     other = (
@@ -64,7 +65,7 @@ def shapes(parts: dict[str, Any]) -> str:
         for i, r in enumerate(parts["distances"]["rows"])
         if i == 0 or (r["rows"] > 1000 and r["ellipsoids"] in SHOWN_COUNTS and r["dims"] in SHOWN_DIMS)
     ]
-    header = ["rows x ellipsoids x dims", "distances", "whole forward", "of distances", "rows/s", "TFLOP/s"]
+    header = ["rows x ellipsoids x dims", "distances", "whole forward", "over distances", "rows/s", "TFLOP/s"]
     return table([*header, "plain torch", "chip's floor", "error"], rows)
 
 
@@ -175,8 +176,9 @@ def memory(part: dict[str, Any]) -> str:
 def compiling(part: dict[str, float]) -> str:
     return (
         f"The first call of a process compiles: {part['first_s']:.1f} s, the second {part['second_s'] * 1e3:.0f} ms; "
-        f"with the compiled kernels on disk {part['first_cached_s']:.1f} s. `warmup()` takes {part['warmup_s']:.1f} s, "
-        f"and the first call then {part['first_after_warmup_s'] * 1e3:.0f} ms."
+        f"with the compiled kernels on disk {part['first_cached_s']:.1f} s. `warmup()`, which also compiles "
+        f"what judges given labels, takes {part['warmup_s']:.1f} s, and the first call then "
+        f"{part['first_after_warmup_s'] * 1e3:.0f} ms."
     )
 
 

@@ -112,6 +112,8 @@ class EllipsoidBank(nn.Module):
     def prepared_for(self, z: Tensor) -> Split | None:
         """The ellipsoids as the kernel reads them, if it takes points like these; a clear error if they are none."""
         self._check(z)
+        if self.prepared is None or not z.is_cuda or self.prepared.centers.device != z.device:
+            return None
         return self.prepared if torch.promote_types(z.dtype, torch.float32) == torch.float32 else None
 
     def relative(self, z: Tensor) -> Float[Tensor, "B D"]:

@@ -21,12 +21,23 @@ def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> N
         raise ValueError(f"logits are on {logits.device} and embeddings on {device}; move one with .to().")
 
 
-def refuse_nan(silent: Bool[Tensor, "B"]) -> None:
-    """A clear error where a row of logits holds NaN; a GPU must have come that far."""
+def silent_rows(logits: Tensor) -> Bool[Tensor, "B"]:
+    """Rows that name no class: with NaN, with nothing but -inf, or with inf more than once.
+
+    >>> inf, nan = torch.inf, torch.nan
+    >>> silent_rows(torch.tensor([[0.0, -inf], [inf, 0.0], [nan, 0.0], [-inf, -inf], [inf, inf]])).tolist()
+    [False, False, True, True, True]
+    """
+    nothing = (logits == -torch.inf).all(dim=1) | ((logits == torch.inf).sum(dim=1) > 1)
+    return nothing | logits.isnan().any(dim=1)
+
+
+def refuse_silent(silent: Bool[Tensor, "B"], remedy: str) -> None:
+    """A clear error where a row of logits names no class; a GPU must have come that far."""
     if bool(silent.any()):
         raise ValueError(
-            f"logits hold NaN in {int(silent.sum())} rows, first in row {int(silent.nonzero()[0])}: the network gave "
-            "no label there. Drop those rows, or give them to a head with nan_policy='flag', which refuses them."
+            f"logits hold NaN, -inf alone, or inf more than once in {int(silent.sum())} rows, first in row "
+            f"{int(silent.nonzero()[0])}: the network gave no label there. {remedy}"
         )
 
 

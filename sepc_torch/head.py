@@ -27,7 +27,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.embedding import gather
 from sepc_torch.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.explaining import Explanation
-from sepc_torch.given_labels import check_logits, class_codes, refuse_nan
+from sepc_torch.given_labels import check_logits, class_codes, refuse_silent, silent_rows
 from sepc_torch.guarantees import check_share
 from sepc_torch.inputs import check_choice, count, float64_device, numeric_points, training_set
 from sepc_torch.prediction import HeadPrediction
@@ -211,9 +211,9 @@ class TrustHead(nn.Module):
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
             # The index of a maximum is that of a class, even where it is NaN; such rows are refused below.
             own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
-            silent = logits.isnan().any(dim=1)
+            silent = silent_rows(logits)
             if self.sepc.nan_policy == "raise" and may_look(silent):
-                refuse_nan(silent)
+                refuse_silent(silent, "Drop those rows, or fit the head with nan_policy='flag', which refuses them.")
             given = given._replace(
                 label=torch.where(silent, -1, given.label),
                 trust=torch.where(silent, 0.0, given.trust),
@@ -308,7 +308,7 @@ class TrustHead(nn.Module):
             given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
             logits = given.to(z.device)
             check_logits(logits, (len(z), len(self.classes)), z.device)
-            refuse_nan(logits.isnan().any(dim=1))
+            refuse_silent(silent_rows(logits), "Leave those rows out: nothing can be learnt from them.")
             label = logits.argmax(dim=1)
             facts["network"] = self.evidence.judge(measured, label)
             right["network"] = label == codes

@@ -74,7 +74,7 @@ def _distances_gradient(
     output: Float[Tensor, "B K"],
     grad: Float[Tensor, "B K"],
 ) -> Float[Tensor, "B D"]:
-    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; zero at a centre, where there is none."""
+    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; zero where there is none, as at a centre."""
     out = torch.empty_like(z)
     rows = rows_per_piece(z, centers.numel())
     factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
@@ -83,7 +83,8 @@ def _distances_gradient(
             whitened = torch.bmm(z[start : start + rows] - centers[:, None, :], whiteners.mT)
             whitened *= factor[start : start + rows].T.unsqueeze(2)
             out[start : start + rows] = torch.bmm(whitened, whiteners).sum(dim=0)
-    return out
+    # Nothing was asked of rows without a distance: their gradient is zero, though zero times their offsets is NaN.
+    return torch.where((factor != 0).any(dim=1, keepdim=True), out, 0.0)
 
 
 def _distances_gradient_shape(z: Tensor, centers: Tensor, whiteners: Tensor, output: Tensor, grad: Tensor) -> Tensor:

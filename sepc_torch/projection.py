@@ -67,13 +67,16 @@ class Projection(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             if self.unit_length:
-                # A zero embedding has no direction: 0 / 0 marks it, so that it is refused and not taken for the mean.
-                # One whose length overflows would become zeros: it is marked as well.
-                length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-                length = torch.where(length.isinf(), torch.nan, length)
+                # A zero embedding has no direction: NaN marks it, so that it is refused and not taken for the mean.
+                # One whose length overflows would become zeros: it is marked as well. No gradient reaches either.
                 if self.least_length is None:
-                    x = x / length
+                    length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
+                    marked = (length == 0) | ~length.isfinite()
+                    x = torch.where(marked, 1.0, x)
+                    x = torch.where(marked, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
                 else:
+                    length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                    length = torch.where(length.isinf(), torch.nan, length)
                     length = length.clamp_min(self.least_length.to(dtype))
                     x = torch.cat([x / length, length.log()], dim=1)
             return _product(x - self.shift.to(dtype), self.matrix.to(dtype))

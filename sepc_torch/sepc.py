@@ -88,15 +88,19 @@ class SEPC(nn.Module):
         self.nan_policy: NanPolicy = nan_policy
         self.made = dict(made or {})
         self.screen = screen
-        self._prepare()
+        self._find_axes()
+        self._lay_out()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
-    def _prepare(self) -> None:
-        """What follows from the buffers, so that no file holds it: principal axes, and tables for the kernels."""
+    def _find_axes(self) -> None:
+        """Euclidean distance needs the principal axes; they follow from the rest, so no file holds them."""
         if self.nearest == "euclidean":
             axes = self.bank.principal_axes(self.scale)
             for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
+
+    def _lay_out(self) -> None:
+        """What the kernels read follows from the buffers: derived again when they move or change, saved nowhere."""
         self._kernels: Kernels | None = None
         if self.bank.kernel != "torch" and available(self.codes) and addressable(self.training_counts):
             self._kernels = kernels_for(
@@ -193,7 +197,12 @@ class SEPC(nn.Module):
         """
         if label is not None:
             label = label.long() if checked else self._checked(label, z.shape[0])
-        own, given = self._by_torch(z, label) if self._kernels is None else self._by_kernel(z, label)
+        kernels = self._kernels
+        # A copy of the module for another device, or read from a file on one, brings tables from where it was.
+        if kernels is None or getattr(z, "device", None) != kernels.tables.codes.device or not z.is_cuda:
+            own, given = self._by_torch(z, label)
+        else:
+            own, given = self._by_kernel(z, label, kernels)
         if self.nan_policy == "raise":
             self._refuse(own.label < 0, z.dtype)
         return own, given
@@ -204,15 +213,14 @@ class SEPC(nn.Module):
         own = self._judge(distance, found, bad, found.label)
         return own, own if label is None else self._judge(distance, found, bad, label)
 
-    def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
-        assert self._kernels is not None
+    def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
         differentiates = torch.is_grad_enabled() and z.requires_grad
         distance = None
         if self.bank.prepared_for(z) is not None and self.nearest == "mahalanobis" and not differentiates:
-            ints, floats = judge(z, label, self.bank.origin, self._kernels, screening=self.screen)
+            ints, floats = judge(z, label, self.bank.origin, kernels, screening=self.screen)
         else:
             distance = self.bank(z)
-            ints, floats = decide(distance.detach(), self._nearness(z, distance), label, self._kernels)
+            ints, floats = decide(distance.detach(), self._nearness(z, distance), label, kernels)
         code, rule, nearest, runner_up, *their_runner_up = ints.unbind()
         trust, least, margin, *theirs = floats.unbind()
         own = Prediction(code, trust, rule, least, margin, nearest, runner_up)
@@ -284,11 +292,15 @@ class SEPC(nn.Module):
     def _margin(
         self, distance: Float[Tensor, "B K"], judged: Int[Tensor, "B"]
     ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-        """Distance to the nearest other class over that to the label's own, and which class that is."""
-        near = class_distance(distance, self.training_counts)
+        """Distance to the nearest other class over that to the label's own, and which class that is.
+
+        Rows without a distance have NaN, and no gradient passes through it.
+        """
+        bad = _bad_rows(distance)
+        near = class_distance(torch.where(bad[:, None], 1.0, distance), self.training_counts)
         own = near.gather(1, judged.unsqueeze(1)).squeeze(1)
         other, runner_up = near.scatter(1, judged.unsqueeze(1), torch.inf).min(dim=1)
-        return other / own.clamp_min(torch.finfo(own.dtype).tiny), runner_up
+        return torch.where(bad, torch.nan, other / own.clamp_min(torch.finfo(own.dtype).tiny)), runner_up
 
     def _refuse(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
         """Rows without a distance raise an error, if that is the policy, and are handed back to be flagged if not.
@@ -437,12 +449,13 @@ class SEPC(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
-        self._prepare()
+        self._lay_out()
         return moved
 
 
 def _after_loading(module: SEPC, _keys: Any) -> None:
-    module._prepare()
+    module._find_axes()
+    module._lay_out()
 
 
 def _bad_rows(distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead, head, neighbours, projection
 from sepc_torch.prediction import HeadPrediction
-from sepc_torch.projection import fit_projection
+from sepc_torch.projection import Normalize, fit_projection
 
 Rng = np.random.Generator
 
@@ -92,7 +92,7 @@ class TestLogitsThatHoldNaN:
         model = calibrated(rng, nan_policy="raise")
         x, labels, logits = draw(rng, 60)
         holed, silent = with_holes(logits)
-        with pytest.raises(ValueError, match=r"logits hold NaN in 3 rows, first in row 2: .* nan_policy='flag'"):
+        with pytest.raises(ValueError, match=r"logits hold NaN.* in 3 rows, first in row 2: .* nan_policy='flag'"):
             model(batch(x), logits=holed)
         with pytest.raises(ValueError, match="logits hold NaN"):
             calibrated(rng).calibrate(x, labels, holed)  # nothing is learnt from them, whatever the policy
@@ -237,3 +237,44 @@ class TestWarmup:
     def test_refuses_what_is_no_size(self, rng: Rng, rows: int) -> None:
         with pytest.raises(ValueError, match="rows must be an integer of at least 1"):
             fit(rng).warmup(8, rows)
+
+
+@pytest.mark.parametrize("normalize", ["l2", "standardize"])
+def test_flagged_rows_spoil_no_gradient(rng: Rng, normalize: Normalize) -> None:
+    """Zero, overflowing, infinite and NaN embeddings, left out of a loss, leave the others' gradients as they were."""
+    labels = rng.integers(0, 3, 200)
+    train = rng.normal(size=(200, 6)) + 3.0 * np.eye(3, 6)[labels]
+    judge = TrustHead.fit(train, labels, normalize=normalize, nan_policy="flag", witnesses=0)
+    z = torch.from_numpy(rng.normal(size=(20, 6)) + 1.0)
+    grads = []
+    for rows in (slice(5, None), slice(None)):
+        points = z.float()
+        points[0], points[1], points[2, 3], points[3, 0] = 0.0, 1e30, torch.inf, torch.nan
+        points = points[rows].requires_grad_()
+        out = judge(points)
+        good = torch.arange(len(points)) >= len(points) - 15
+        (out.distance[good].sum() + out.margin[good].clamp_max(5.0).sum()).backward()
+        assert points.grad is not None
+        grads.append(points.grad)
+    assert torch.equal(grads[1][:5], torch.zeros(5, 6))
+    assert torch.allclose(grads[1][5:], grads[0], rtol=1e-5, atol=1e-6)
+    assert float(grads[0].abs().max()) > 0
+
+
+def test_logits_that_name_no_class(rng: Rng) -> None:
+    """Nothing but -inf, and inf twice, are refused like NaN; one inf, and -inf for a masked class, are an opinion."""
+    labels = np.arange(300) % 3
+    train = rng.normal(size=(300, 6)) + 3.0 * np.eye(3, 6)[labels]
+    judge = TrustHead.fit(train, labels, normalize=None, nan_policy="flag")
+    judge.calibrate(train + rng.normal(size=train.shape), labels, train[:, :3])
+    z, logits = torch.from_numpy(train[:5]).float(), torch.from_numpy(train[:5, :3]).float()
+    logits[0], logits[1, 1:], logits[2, 0], logits[3, 1] = -torch.inf, torch.inf, torch.inf, -torch.inf
+    out = judge(z, logits=logits)
+    assert (out.network_label < 0).tolist() == [True, True, False, False, False]
+    assert not out.accept[:2].any()
+    assert out.confidence[:2].tolist() == [0.0, 0.0]
+    judge.sepc.nan_policy = "raise"
+    with pytest.raises(ValueError, match=r"-inf alone, or inf more than once in 2 rows, first in row 0"):
+        judge(z, logits=logits)
+    with pytest.raises(ValueError, match="Leave those rows out"):
+        judge.calibrate(train[:40] + 1.0, labels[:40], np.full((40, 3), -np.inf))

@@ -62,7 +62,7 @@ def test_in_the_interpreter(rng: Rng, check: str) -> None:
     script = Path(__file__).with_name("kernels_in_the_interpreter.py")
     done = subprocess.run(
         [sys.executable, str(script), check, str(rng.integers(2**31))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[1])},
         capture_output=True,
         text=True,
         timeout=600,

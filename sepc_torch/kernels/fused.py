@@ -94,7 +94,7 @@ def tile_distance(
     return tl.sqrt(squares) * (size / top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["points", "count"], do_not_specialize_on_alignment=["out_row", "out_column"])
 def _distances(
     z, origin, feature_scale, centers, high, low, row_scale, out,
     reach, points, count, dim, row_stride, column_stride, out_row, out_column,

@@ -98,7 +98,12 @@ def _margin(label, own, least, least_class, second, second_class, tiny: tl.const
     return other / tl.where(own < tiny, tiny, own), runner_up
 
 
-@triton.jit
+# Compiled once for all sizes: a batch of another size should not wait for a compiler.
+@triton.jit(
+    do_not_specialize=[
+        "rows", "stride", "ellipsoids", "classes", "cells", "cell_words", "width", "size", "slot_mask", "probes"
+    ]
+)  # fmt: skip
 def _resolve(
     distance, nearness, given,
     codes, order, starts, words, keys, slots, members, counts, in_all, in_any, held, reach, ranks, totals,

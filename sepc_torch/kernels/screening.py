@@ -39,7 +39,7 @@ _WARPS = 4
 _APART = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["points", "count"])
 def _estimate(
     z, origin, feature_scale, matrix, bias, unit, out, norms,
     reach, points, count, dim, row_stride, column_stride,
@@ -69,7 +69,7 @@ def _bounded(d, norm, slope, offset, k, relative: tl.constexpr):
     return least, tl.where(greatest == greatest, greatest, float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "classes"])
 def _select(
     estimate, norms, slope, offset, given, starts, upper, lists, used,
     rows, classes,
@@ -115,7 +115,7 @@ def _select(
             tl.store(lists + k * rows + position, row, mask=matters)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["points"])
 def _refine(
     z, origin, feature_scale, centers, high, low, row_scale, lists, used, out,
     reach, points, dim, row_stride, column_stride,
