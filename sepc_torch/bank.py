@@ -141,6 +141,13 @@ class EllipsoidBank(nn.Module):
         wanted = self.kernel != "torch" and possible(self.offsets)
         self.prepared = split(self.offsets, self.whiteners) if wanted else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "prepared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
         self._prepare()

@@ -7,9 +7,10 @@ differentiable, in ``z``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,19 +24,59 @@ GPU_BYTES = 256 * 2**20
 _SECULAR_STEPS = 40
 
 
+class _Exactness:
+    """The precision of float32 products is a setting of the whole process: full while any thread asks for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._restore: Callable[[], None] = lambda: None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._restore = _raise_precision()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._restore()
+
+
+def _raise_precision() -> Callable[[], None]:
+    """Set products to full precision; what is returned sets them back."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the newer names, one for each backend, which the older function does not read
+        backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+        precisions = [backend.fp32_precision for backend in backends]
+        _set_precisions(backends, ["ieee" for _ in backends])
+        return lambda: _set_precisions(backends, precisions)
+    if before == "highest":
+        return lambda: None
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
+
+
+def _set_precisions(backends: list[Any], precisions: list[str]) -> None:
+    for backend, precision in zip(backends, precisions, strict=True):
+        backend.fp32_precision = precision
+
+
+_EXACTNESS = _Exactness()
+
+
 @contextmanager
 def full_precision(z: Tensor) -> Iterator[None]:
     """Matrix products in the tensor's own precision, whatever autocast and TF32 settings say."""
-    before = torch.get_float32_matmul_precision()
-    lowered = before != "highest"
     with torch.autocast(z.device.type, enabled=False):
-        if lowered:
-            torch.set_float32_matmul_precision("highest")
+        _EXACTNESS.enter()
         try:
             yield
         finally:
-            if lowered:
-                torch.set_float32_matmul_precision(before)
+            _EXACTNESS.leave()
 
 
 def rows_per_piece(like: Tensor, values_per_row: int) -> int:
@@ -145,11 +186,12 @@ def _region_counts(
     exact = torch.float32 if int(counts.sum()) < 2**24 else torch.float64
     patterns, numbers = cells.to(exact).T.contiguous(), counts.to(exact)
     rows = rows_per_piece(patterns, 3 * len(cells))
-    for piece in (held > 1).nonzero().squeeze(1).split(rows):
-        shared = inside[piece].to(exact) @ patterns
-        everywhere = (shared == held[piece].unsqueeze(1)).to(exact)
-        out[0, piece] = (everywhere @ numbers).round().long()
-        out[1, piece] = ((shared > 0).to(exact) @ numbers).round().long()
+    with full_precision(patterns):
+        for piece in (held > 1).nonzero().squeeze(1).split(rows):
+            shared = inside[piece].to(exact) @ patterns
+            everywhere = (shared == held[piece].unsqueeze(1)).to(exact)
+            out[0, piece] = (everywhere @ numbers).round().long()
+            out[1, piece] = ((shared > 0).to(exact) @ numbers).round().long()
     return out
 
 

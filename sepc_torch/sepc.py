@@ -35,9 +35,9 @@ class SEPC(nn.Module):
     Make one with :meth:`from_partition` or :meth:`load`.
 
     On a CUDA device kernels decide for the whole batch, with memory for a bounded piece of it, and the host does not
-    wait: not at all with ``nan_policy="flag"`` and ``nearest="mahalanobis"``. To raise an error for NaN it must look at
-    the result, once. Large batches are screened first in float16, with bounds that leave no decision to chance: every
-    field is what it would be without; setting ``screen`` to False leaves that out.
+    wait: not at all with ``nan_policy="flag"`` and ``nearest="mahalanobis"``. To raise an error for NaN, or for given
+    labels that are no indices, it must look at values. Large batches are screened first in float16, with bounds that
+    leave no decision to chance: every field is what it would be without; setting ``screen`` to False leaves that out.
 
     >>> import torch
     >>> from sepc_torch import Rule, partition
@@ -125,7 +125,8 @@ class SEPC(nn.Module):
                 free, or by Euclidean distance, the paper's convex program (solved for the whole batch).
             nan_policy: What to do with rows that hold NaN: ``"raise"``, or ``"flag"`` them with label -1 and trust 0.
             dtype: float32, or float64 for the accuracy of the partition itself.
-            kernel: How distances are computed, as in :class:`~sepc_torch.bank.EllipsoidBank`.
+            kernel: ``"torch"`` leaves out the CUDA kernels for distances and decisions; otherwise as in
+                :class:`~sepc_torch.bank.EllipsoidBank`.
         """
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -260,7 +261,8 @@ class SEPC(nn.Module):
                 f"label must hold indices from 0 to {len(self.classes) - 1} into classes={self.classes}, not the "
                 f"labels themselves; got values from {int(label.min())} to {int(label.max())}."
             )
-        return label.long()
+        # What could not be looked at must not lead a kernel out of its tables.
+        return label.long() if may_look(label) else label.long().clamp(0, len(self.classes) - 1)
 
     def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
         distance = self.bank(z)
@@ -446,6 +448,13 @@ class SEPC(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lay_out()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

@@ -113,6 +113,15 @@ def pieces(rng: Rng) -> None:
     judging._PIECE = 11 * 16
     for parts, wanted in zip(judging.judge(z, label, sepc.bank.origin, kernels, screening=True), whole, strict=True):
         assert torch.equal(parts.nan_to_num(), wanted.nan_to_num())
+    # Labels of any stride, and points of any.
+    strided = torch.stack([label + 7, label], dim=1)[:, 1]
+    turned = z.T.contiguous().T
+    for parts, wanted in zip(
+        judging.judge(turned, strided, sepc.bank.origin, kernels, screening=True), whole, strict=True
+    ):
+        assert torch.equal(parts.nan_to_num(), wanted.nan_to_num())
+    by_distance = judging.decide(sepc.bank(z), None, strided, kernels)
+    assert torch.equal(by_distance[0], whole[0])
     alone = judging.judge(z, None, sepc.bank.origin, kernels, screening=False)
     assert torch.equal(alone[0], whole[0][:4])
     assert [tuple(part.shape) for part in judging.judge(z[:0], None, sepc.bank.origin, kernels, screening=True)] == [
@@ -147,11 +156,12 @@ def screening_decides(rng: Rng) -> None:
         sepc = model_of(rng, count, dim, classes, held=2.0)
         kernels = kernels_of(sepc)
         assert kernels.bank is not None
-        assert kernels.coarse is not None
+        assert kernels.coarse is None  # so few are not worth it
+        coarse = screen(kernels.bank)
         z = points_for(rng, sepc, 40)
         given = torch.from_numpy(rng.integers(0, classes, 40)) if judging_labels else None
         origin, tables = sepc.bank.origin, kernels.tables
-        distance, used = screening.screened(z, given, origin, kernels.bank, kernels.coarse, tables.starts)
+        distance, used = screening.screened(z, given, origin, kernels.bank, coarse, tables.starts)
         accurate = fused.launch(z, origin, kernels.bank).T.contiguous()
         assert int(used.sum()) < 0.8 * accurate.numel()
         results = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,3 +152,19 @@ def test_refuses_what_does_not_fit(rng: Rng) -> None:
         bank(torch.zeros(3, 5, device="meta"))
     with pytest.raises(ValueError, match="whiteners of shape"):
         EllipsoidBank(torch.zeros(3, 2), torch.zeros(3, 2, 3))
+
+
+def test_precision_set_by_its_newer_names() -> None:
+    """In a process of its own: torch then refuses to tell the precision by the older name, in all that follows."""
+    script = """
+import torch
+from sepc_torch import EllipsoidBank
+bank = EllipsoidBank(torch.zeros(2, 3), torch.eye(3).repeat(2, 1, 1))
+wanted = bank(torch.ones(4, 3))
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+assert torch.equal(bank(torch.ones(4, 3)), wanted)
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])

@@ -259,4 +259,8 @@ def test_tables_follow_the_model(rng: Rng, tmp_path: object) -> None:
     for field, wanted in second(z)._asdict().items():
         assert torch.equal(getattr(first(z), field).nan_to_num(), wanted.nan_to_num()), field
         assert torch.equal(getattr(third(z), field).nan_to_num(), wanted.nan_to_num()), field
+    torch.save(second, f"{tmp_path}/module.pt")
+    fourth = torch.load(f"{tmp_path}/module.pt", map_location="cpu", weights_only=False)
+    assert fourth._kernels is None
+    agree(fourth(z.cpu()), by_torch(fourth)(z.cpu().double()))
     assert second.cpu()._kernels is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,6 +18,7 @@ from ellipsoid_models import model_of
 
 from sepc_torch.bank import EllipsoidBank
 from sepc_torch.kernels.bounds import spectral_bound
+from sepc_torch.kernels.judging import Kernels, kernels_for
 from sepc_torch.kernels.splitting import TOP, split
 from sepc_torch.kernels.tables import hash_table, hashed, packed, rule_tables
 
@@ -121,3 +124,43 @@ def test_the_bound_of_a_norm_is_above_it_and_close(rng: Rng) -> None:
     assert (spectral_bound(matrices) >= exact).all()
     assert (spectral_bound(matrices) <= 1.06 * exact).all()
     assert float(spectral_bound(torch.zeros(1, 3, 3, dtype=torch.float64))) < 1e-100
+
+
+def test_counts_do_not_depend_on_precision(rng: Rng) -> None:
+    """Thousands of points in a cell, which bfloat16 and TF32 would round."""
+    sepc = model_of(rng, 20, 2, 4)
+    training = sepc.training_counts._replace(counts=sepc.counts * 1001)
+    wanted = rule_tables(training, sepc.totals)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = rule_tables(training, sepc.totals)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(found.in_all, wanted.in_all)
+    assert torch.equal(found.in_any, wanted.in_any)
+    assert not (wanted.in_any % 1001).any()
+
+
+def test_copies_and_files_hold_no_tables(rng: Rng) -> None:
+    """They are derived anew where the copy is: a file read on a CPU does not bring those of a GPU."""
+    sepc = model_of(rng, 5, 2, 3)
+    z = torch.from_numpy(rng.normal(size=(10, 2))).float()
+    wanted = sepc(z).margin
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    sepc._kernels = Kernels(tables, None, None)
+    sepc.bank.prepared = split(sepc.bank.offsets, sepc.bank.whiteners)
+    assert torch.equal(sepc(z).margin, wanted)  # points are not on a GPU, wherever these tables came from
+    for other in (copy.deepcopy(sepc), pickle.loads(pickle.dumps(sepc))):
+        assert other._kernels is None
+        assert other.bank.prepared is None
+        assert torch.equal(other(z).margin, wanted)
+
+
+def test_ellipsoids_too_thin_for_float32_squares_are_not_screened() -> None:
+    centers, whiteners = torch.zeros(40, 64), torch.eye(64).repeat(40, 1, 1)
+    for scale, screened in ((1.0, True), (1e14, False)):
+        sepc = model_of(np.random.default_rng(0), 40, 2, 3)
+        bank = split(centers + 1.0, scale * whiteners)
+        found = kernels_for(centers + 1.0, scale * whiteners, bank, sepc.training_counts, sepc.totals)
+        assert (found.coarse is not None) == screened

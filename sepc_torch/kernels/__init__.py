@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch import ops
-from sepc_torch.kernels.devices import available, on_device
+from sepc_torch.kernels.devices import available, near_together, on_device
 from sepc_torch.kernels.splitting import Split, split
 from sepc_torch.shapes import Float
 
@@ -48,7 +48,7 @@ def _launch(z: Tensor, origin: Tensor, offsets: Tensor, whiteners: Tensor, *bank
     from sepc_torch.kernels.fused import launch
 
     with on_device(z):
-        return launch(z, origin, Split(*bank))  # type: ignore[arg-type]
+        return launch(near_together(z), origin, Split(*bank))  # type: ignore[arg-type]
 
 
 def _shape(z: Tensor, origin: Tensor, offsets: Tensor, whiteners: Tensor, *bank: Tensor | float) -> Tensor:

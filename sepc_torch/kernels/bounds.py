@@ -53,9 +53,8 @@ class Screen(NamedTuple):
 
 def screen(bank: Split) -> Screen:
     """Round a bank that was prepared for the accurate kernel, and bound what that changes."""
-    r = (bank.high.double() + bank.low.double()) * bank.row_scale.double()[
-        :, None, :
-    ]  # [k, i, j], as the kernel has it
+    # The triangular factor at [k, i, j], as the accurate kernel has it.
+    r = (bank.high.double() + bank.low.double()) * bank.row_scale.double().unsqueeze(1)
     padded = r.shape[1]
     u = power_of_two_above(r.abs().amax(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)) / TOP
     scaled = r / u[:, None, None]
@@ -70,7 +69,9 @@ def screen(bank: Split) -> Screen:
     terms = spectral_bound(rounded.abs())
     slope = spectral_bound(rounded - scaled) + (_HALF_UNIT + _LEAST_UNIT * root) * size + sums * terms
     offset = (
-        torch.linalg.vector_norm(exact_bias - bias.double(), dim=1)
+        # Squares below float32's range are lost from the norm of a point.
+        2.0**-63 * root * slope
+        + torch.linalg.vector_norm(exact_bias - bias.double(), dim=1)
         + _LEAST_UNIT * root * bank.reach * size
         + sums * (torch.linalg.vector_norm(exact_bias, dim=1) + terms * center)
     )

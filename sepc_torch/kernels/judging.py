@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sepc_torch import ops
 from sepc_torch.kernels.bounds import Screen, screen
-from sepc_torch.kernels.devices import on_device
+from sepc_torch.kernels.devices import near_together, on_device
 from sepc_torch.kernels.splitting import Split, block_size, split
 from sepc_torch.kernels.tables import RuleTables, rule_tables
 from sepc_torch.rules import TrainingCounts
@@ -23,6 +23,8 @@ _PIECE = 2**26
 # Below these, choosing and computing again cost more than the products that screening saves.
 _SCREEN_ROWS = 2**15
 _SCREEN_WORK = 2048
+# Sums of at most 64 products of numbers up to 2^14, in units of a row: 64 squares of them stay below 2^128.
+_MOST_ROW_SCALE = 2.0**27
 
 
 class Kernels(NamedTuple):
@@ -47,7 +49,9 @@ def kernels_for(
     order = tables.order.long()
     as_they_come = bool((order.diff() > 0).all())
     bank = prepared if as_they_come else split(offsets[order], whiteners[order])
-    return Kernels(tables, bank, screen(bank))
+    # Squares of the accurate kernel must not overflow where those of the estimate do not.
+    wanted = worth_screening(*offsets.shape) and float(bank.row_scale.max()) < _MOST_ROW_SCALE
+    return Kernels(tables, bank, screen(bank) if wanted else None)
 
 
 def judge(
@@ -67,14 +71,13 @@ def judge(
         and trust and margin of them.
     """
     tables, bank, coarse = kernels
-    if bank is None or coarse is None:
+    if bank is None:
         raise ValueError("These ellipsoids were not laid out in float32.")
+    coarse = coarse if screening else None
     if not torch.compiler.is_compiling():  # handing over two dozen tensors takes longer than a small batch
-        return _in_pieces(z, given, origin, bank, coarse if screening else None, tables)
-    rounded = list(coarse[:-1]) if screening else []
-    return _judge(
-        z, given, origin, list(bank[:-1]), bank.reach, rounded, coarse.relative, list(tables[:-1]), tables.probes
-    )
+        return _in_pieces(z, given, origin, bank, coarse, tables)
+    rounded, relative = ([], 0.0) if coarse is None else (list(coarse[:-1]), coarse.relative)
+    return _judge(z, given, origin, list(bank[:-1]), bank.reach, rounded, relative, list(tables[:-1]), tables.probes)
 
 
 def decide(
@@ -92,6 +95,8 @@ def _in_pieces(
     z: Tensor, given: Tensor | None, origin: Tensor, bank: Split, coarse: Screen | None, tables: RuleTables
 ) -> tuple[Tensor, Tensor]:
     ints, floats = _room(z, origin.dtype, given)
+    given = None if given is None else given.contiguous()
+    z = near_together(z)
     rows = max(1, _PIECE // len(bank.centers))
     with on_device(z):
         if 0 < len(z) <= rows:
@@ -105,13 +110,15 @@ def _in_pieces(
 
 
 def worth_screening(count: int, dim: int) -> bool:
-    """Whether large batches are screened with so many ellipsoids and dims; more dims do not fit the registers.
+    """Whether large batches are screened with so many ellipsoids and dims.
 
-    >>> worth_screening(128, 64), worth_screening(10, 64), worth_screening(128, 65)
-    (True, False, False)
+    More dims do not fit the registers, and of more ellipsoids a piece has too few rows.
+
+    >>> worth_screening(128, 64), worth_screening(10, 64), worth_screening(128, 65), worth_screening(5000, 64)
+    (True, False, False, False)
     """
     block = block_size(dim)
-    return dim <= block and count * block >= _SCREEN_WORK
+    return dim <= block and count * block >= _SCREEN_WORK and count * _SCREEN_ROWS <= _PIECE
 
 
 def _judge_piece(
@@ -128,8 +135,8 @@ def _judge_piece(
     from sepc_torch.kernels.resolving import resolve
     from sepc_torch.kernels.screening import screened
 
-    count, dim = len(bank.centers), len(origin)
-    if coarse is not None and len(z) >= _SCREEN_ROWS and worth_screening(count, dim):
+    count = len(bank.centers)
+    if coarse is not None and len(z) >= _SCREEN_ROWS:
         distance, _ = screened(z, given, origin, bank, coarse, tables.starts)
     else:
         distance = origin.new_empty(count, len(z))
@@ -165,6 +172,7 @@ def _decide_pieces(
 
     counts = RuleTables(*tables, probes)  # type: ignore[call-arg, arg-type]
     ints, floats = _room(distance, distance.dtype, given)
+    given = None if given is None else given.contiguous()
     rows = max(1, _PIECE // distance.shape[1])
     with on_device(distance):
         for start in range(0, len(distance), rows):

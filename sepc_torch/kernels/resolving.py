@@ -19,7 +19,7 @@ from sepc_torch.kernels.tables import MULTIPLIER, RuleTables
 from sepc_torch.rules import NEAREST_TIE, Rule
 from sepc_torch.shapes import Float, Int
 
-_LIMIT = 1.0 + SURFACE_TOLERANCE
+LIMIT = 1.0 + SURFACE_TOLERANCE
 _TIED = 1.0 + NEAREST_TIE
 # A warp to a program: threads that wait for no other, and as many programs as there can be.
 _ROWS = 32
@@ -296,6 +296,7 @@ def _resolve(
     products = tl.where(by_narrow, sum_narrow, sum_wide)
 
     # Columns of int64 and of floating-point results, one below the other.
+    stride = stride.to(tl.int64)
     ints += row
     floats += row
     tl.store(ints, tl.where(bad, -1, label).to(tl.int64), mask=live)
@@ -351,7 +352,7 @@ def resolve(
         len(tables.slots) - 1, tables.probes,
         euclidean=nearness is not None, judging=given is not None, tile=_ROWS, word_chunk=_CELL_WORDS,
         class_chunk=min(_CLASSES, triton.next_power_of_2(classes)), search=size.bit_length(),
-        limit=_LIMIT, tied_by=_TIED, tiny=limits.tiny, largest=limits.max, multiplier=MULTIPLIER,
+        limit=LIMIT, tied_by=_TIED, tiny=limits.tiny, largest=limits.max, multiplier=MULTIPLIER,
         rule_outside=int(Rule.OUTSIDE), rule_single=int(Rule.SINGLE), rule_overlap=int(Rule.OVERLAP),
         rule_union=int(Rule.UNION), num_warps=_WARPS,
     )  # fmt: skip

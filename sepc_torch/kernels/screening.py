@@ -18,15 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels.bounds import Screen
 from sepc_torch.kernels.fused import program_shape, tile_distance, tile_size
-from sepc_torch.kernels.resolving import two_least
+from sepc_torch.kernels.resolving import LIMIT, two_least
 from sepc_torch.kernels.splitting import TOP, Split
 from sepc_torch.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
 
-_LIMIT = 1.0 + SURFACE_TOLERANCE
 # What may be equally near, with the rounding of this comparison itself.
 _SLACK = 1.0 + 4.0 * NEAREST_TIE
 # Programs of the last kernel for all ellipsoids together, and for one of them.
@@ -160,7 +158,7 @@ def screened(
     origin: Float[Tensor, "D"],
     bank: Split,
     coarse: Screen,
-    starts: Int[Tensor, "C+1"],
+    starts: Int[Tensor, "S"],
 ) -> tuple[Float[Tensor, "K B"], Int[Tensor, "K"]]:
     """Distances of which those that matter are accurate, and how many of every ellipsoid these are.
 
@@ -183,7 +181,7 @@ def screened(
     _select[(-(-points // _ROWS),)](
         out, room[classes], coarse.slope, coarse.offset, starts if given is None else given, starts, room, lists, used,
         points, classes,
-        relative=coarse.relative, limit=_LIMIT, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART,
+        relative=coarse.relative, limit=LIMIT, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART,
         num_warps=_WARPS,
     )  # fmt: skip
     shape = program_shape(points, count, blocks=1)

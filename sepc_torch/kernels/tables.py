@@ -36,7 +36,7 @@ class RuleTables(NamedTuple):
         keys: The hash of every cell (P,), int64.
         slots: The cell at each place of the hash table (S,), S a power of two; -1 where there is none.
         counts: Training points of each class in every cell (P, C).
-        in_all: The same in all of the ellipsoids that hold the cell (P, C).
+        in_all: The same in all of the ellipsoids that hold the cell (P, C); zero where fewer than two do.
         in_any: The same in any of them (P, C).
         held: Training points of each class in every ellipsoid (K, C).
         reach: Distances of the training points, sorted (K, C, Q), in the dtype of distances.
