@@ -20,9 +20,10 @@ from sepc_torch.kernels.judging import Kernels, decide, judge, kernels_for
 from sepc_torch.kernels.tables import addressable
 from sepc_torch.partition_record import Partition
 from sepc_torch.prediction import Prediction
-from sepc_torch.rules import Resolution, TrainingCounts, class_distance, resolve
+from sepc_torch.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.shapes import Bool, Float, Int
-from sepc_torch.trust import bayes_trust, posterior
+from sepc_torch.trust import posterior
+from sepc_torch.verdict import bad_rows, differentiable, from_columns, verdict
 from sepc_torch.waiting import may_look, warm_up
 
 Nearest = Literal["mahalanobis", "euclidean"]
@@ -210,33 +211,21 @@ class SEPC(nn.Module):
 
     def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
         distance, found = self._resolve(z)
-        bad = _bad_rows(distance)
-        own = self._judge(distance, found, bad, found.label)
-        return own, own if label is None else self._judge(distance, found, bad, label)
+        own = self._verdict(distance, found, found.label)
+        return own, own if label is None else self._verdict(distance, found, label)
+
+    def _verdict(self, distance: Float[Tensor, "B K"], found: Resolution, label: Int[Tensor, "B"]) -> Prediction:
+        return verdict(distance, found, self.training_counts, self.totals, label)
 
     def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
         differentiates = torch.is_grad_enabled() and z.requires_grad
-        distance = None
         if self.bank.prepared_for(z) is not None and self.nearest == "mahalanobis" and not differentiates:
-            ints, floats = judge(z, label, self.bank.origin, kernels, screening=self.screen)
-        else:
-            distance = self.bank(z)
-            ints, floats = decide(distance.detach(), self._nearness(z, distance), label, kernels)
-        code, rule, nearest, runner_up, *their_runner_up = ints.unbind()
-        trust, least, margin, *theirs = floats.unbind()
-        own = Prediction(code, trust, rule, least, margin, nearest, runner_up)
-        given = own
-        if label is not None:
-            label = torch.where(code < 0, -1, label)
-            given = own._replace(label=label, trust=theirs[0], margin=theirs[1], runner_up=their_runner_up[0])
-        if distance is None or not differentiates:
-            return own, given
-        return self._differentiable(own, distance), self._differentiable(given, distance)
-
-    def _differentiable(self, judged: Prediction, distance: Float[Tensor, "B K"]) -> Prediction:
-        """The prediction with distance and margin taken from distances that know their gradient."""
-        margin, _ = self._margin(distance, judged.label.clamp_min(0))
-        return judged._replace(distance=distance.gather(1, judged.nearest.unsqueeze(1)).squeeze(1), margin=margin)
+            return from_columns(*judge(z, label, self.bank.origin, kernels, screening=self.screen), label)
+        distance = self.bank(z)
+        own, given = from_columns(*decide(distance.detach(), self._nearness(z, distance), label, kernels), label)
+        if differentiates:
+            own, given = (differentiable(judged, distance, self.training_counts) for judged in (own, given))
+        return own, given
 
     def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
         """The probability of every class given the point's region, the point counted as ``label``, by default its own.
@@ -245,7 +234,7 @@ class SEPC(nn.Module):
         Bayes' formula weighs counts by the size of the classes.
         """
         distance, found = self._resolve(z)
-        bad = self._refuse(_bad_rows(distance), z.dtype)
+        bad = self._refuse(bad_rows(distance), z.dtype)
         judged = found.label if label is None else self._checked(label, z.shape[0])
         return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
 
@@ -275,34 +264,6 @@ class SEPC(nn.Module):
         wanted = (distance > 1.0 + SURFACE_TOLERANCE).all(dim=1)
         axes = (tensor.to(dtype) for tensor in (self.axis_centers, self.axis_directions, self.axis_lengths))
         return ops.euclidean_distances(self.bank.relative(z.detach()) / self.scale.to(dtype), *axes, wanted)
-
-    def _judge(
-        self, distance: Float[Tensor, "B K"], found: Resolution, bad: Bool[Tensor, "B"], judged: Int[Tensor, "B"]
-    ) -> Prediction:
-        margin, runner_up = self._margin(distance, judged)
-        trust = bayes_trust(found.counts, self.totals, judged, distance.dtype)
-        return Prediction(
-            label=torch.where(bad, -1, judged),
-            trust=torch.where(bad, 0.0, trust),
-            rule=found.rule,
-            distance=distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1),
-            margin=margin,
-            nearest=found.nearest,
-            runner_up=runner_up,
-        )
-
-    def _margin(
-        self, distance: Float[Tensor, "B K"], judged: Int[Tensor, "B"]
-    ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-        """Distance to the nearest other class over that to the label's own, and which class that is.
-
-        Rows without a distance have NaN, and no gradient passes through it.
-        """
-        bad = _bad_rows(distance)
-        near = class_distance(torch.where(bad[:, None], 1.0, distance), self.training_counts)
-        own = near.gather(1, judged.unsqueeze(1)).squeeze(1)
-        other, runner_up = near.scatter(1, judged.unsqueeze(1), torch.inf).min(dim=1)
-        return torch.where(bad, torch.nan, other / own.clamp_min(torch.finfo(own.dtype).tiny)), runner_up
 
     def _refuse(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
         """Rows without a distance raise an error, if that is the policy, and are handed back to be flagged if not.
@@ -367,10 +328,10 @@ class SEPC(nn.Module):
                 raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
             points = points[i : i + 1] if i >= 0 else points[i:][:1]
         distance, found = self._resolve(points)
-        bad = _bad_rows(distance)
+        bad = bad_rows(distance)
         if bool(bad.any()):
             raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
-        out = self._judge(distance, found, bad, found.label)
+        out = self._verdict(distance, found, found.label)
         model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
         rows = [
             explain(
@@ -465,11 +426,6 @@ class SEPC(nn.Module):
 def _after_loading(module: SEPC, _keys: Any) -> None:
     module._find_axes()
     module._lay_out()
-
-
-def _bad_rows(distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:
-    """Rows without a distance: they hold NaN or infinity, or numbers whose squares overflow."""
-    return ~torch.isfinite(distance).any(dim=1)
 
 
 def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -122,6 +122,13 @@ def pieces(rng: Rng) -> None:
         assert torch.equal(parts.nan_to_num(), wanted.nan_to_num())
     by_distance = judging.decide(sepc.bank(z), None, strided, kernels)
     assert torch.equal(by_distance[0], whole[0])
+    # The model's own way to them, without a gradient and with one.
+    for points in (z, z.clone().requires_grad_()):
+        for ours, theirs in zip(sepc._by_kernel(points, label, kernels), sepc.judge(points, label), strict=True):
+            assert torch.equal(ours.label, theirs.label)
+            assert torch.equal(ours.rule, theirs.rule)
+            assert torch.allclose(ours.margin, theirs.margin, rtol=2e-5, equal_nan=True)
+            assert ours.margin.requires_grad == points.requires_grad
     alone = judging.judge(z, None, sepc.bank.origin, kernels, screening=False)
     assert torch.equal(alone[0], whole[0][:4])
     assert [tuple(part.shape) for part in judging.judge(z[:0], None, sepc.bank.origin, kernels, screening=True)] == [

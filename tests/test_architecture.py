@@ -43,6 +43,7 @@ ORDER = [
     "baselines",
     "guarantees",
     "prediction",
+    "verdict",
     "explaining",
     "sepc",
     "densities",
