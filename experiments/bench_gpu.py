@@ -50,7 +50,7 @@ BATCHES = 10
 # Ellipsoids, dims and options of the models whose decisions are compared.
 COMPARED: dict[str, tuple[int, int, dict[str, float]]] = {
     "as timed": (128, 64, {}),
-    "overlapping": (100, 8, {"apart": 0.5, "outside": 0.1}),
+    "overlapping": (200, 8, {"apart": 0.5, "outside": 0.1}),
     "anisotropic": (128, 64, {"stretch": 100.0}),
 }
 DECISIONS = ("label", "rule", "nearest", "runner_up", "trust")

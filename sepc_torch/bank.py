@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch import ops
+from sepc_torch.buffers import at_least_float32
 from sepc_torch.inputs import check_choice
 from sepc_torch.kernels import Kernel, Split, fused_distances, possible, split
 from sepc_torch.shapes import Float
@@ -156,15 +157,3 @@ class EllipsoidBank(nn.Module):
 
 def _after_loading(bank: EllipsoidBank, _keys: Any) -> None:
     bank._prepare()
-
-
-def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A conversion that follows ``fn`` to its device but not below float32."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        converted = fn(tensor)
-        if converted.is_floating_point() and converted.element_size() < 4:
-            return tensor.to(device=converted.device)
-        return converted
-
-    return convert

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch import storage
-from sepc_torch.bank import at_least_float32
+from sepc_torch.buffers import at_least_float32, resize_buffers
 from sepc_torch.calibration import Acceptance, Calibrated, Calibration
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.embedding import gather
@@ -32,13 +32,11 @@ from sepc_torch.guarantees import check_share
 from sepc_torch.inputs import check_choice, count, float64_device, numeric_points, training_set
 from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
-from sepc_torch.projection import Method, Normalize, Projection, fit_projection
-from sepc_torch.sepc import SEPC, NanPolicy, Nearest, resize_buffers
-from sepc_torch.shapes import Array, Bool, Int
+from sepc_torch.projection import Method, Normalize, Projection, default_dim, fit_projection, warn_of_small_classes
+from sepc_torch.sepc import SEPC, NanPolicy, Nearest
+from sepc_torch.shapes import Bool, Int
 from sepc_torch.waiting import may_look, warm_up
 
-# More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
-_MOST_DIMENSIONS = 32
 # Training points kept to measure how near the next one is, and how many numbers that may be: 32 MiB.
 _WITNESSES = 16384
 _WITNESS_NUMBERS = 2**23
@@ -145,7 +143,7 @@ class TrustHead(nn.Module):
         sizes = np.bincount(data.codes)
         features = data.points.shape[1]
         if dim is None:
-            dim = _default_dim(sizes, features)
+            dim = default_dim(sizes, features)
             if dim < min(_FEW_DIMENSIONS, features):
                 warnings.warn(
                     f"The smallest class has {sizes.min()} points, so embeddings are projected on {dim} dimensions. "
@@ -164,7 +162,7 @@ class TrustHead(nn.Module):
             raise ValueError(
                 f"No class has {len(project.matrix)} points, one per dimension; choose dim <= {sizes.max()}."
             )
-        _warn_of_small_classes(sizes, len(project.matrix), data.classes)
+        warn_of_small_classes(sizes, len(project.matrix), data.classes)
         # In the arithmetic in which the head will see embeddings again, so that training points land where they were.
         points = project(torch.from_numpy(data.points).float()).double().numpy()
         part = partition(
@@ -392,18 +390,3 @@ class TrustHead(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _default_dim(sizes: Int[Array, "C"], features: int) -> int:
-    return int(max(1, min(_MOST_DIMENSIONS, np.sqrt(sizes.min()), features)))
-
-
-def _warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> None:
-    small = [label for label, size in zip(classes.tolist(), sizes.tolist(), strict=True) if size < 2 * dim]
-    if small:
-        shown = ", ".join(map(repr, small[:5])) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
-        warnings.warn(
-            f"{len(small)} classes have fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
-            "points will stay isolated; choose a smaller dim or add data.",
-            stacklevel=3,
-        )

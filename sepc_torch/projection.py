@@ -2,6 +2,7 @@ r"""Embeddings brought into the coordinates in which they are partitioned: norma
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch import ops
-from sepc_torch.bank import at_least_float32
+from sepc_torch.buffers import at_least_float32
 from sepc_torch.inputs import feature_scale
 from sepc_torch.shapes import Array, Float, Int
 
@@ -23,6 +24,10 @@ _NOISE = 1e-6
 _SHORT = 1e-3
 # Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
 _SHRINKAGE = 1e-3
+
+
+# More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
+_MOST_DIMENSIONS = 32
 
 
 class Projection(nn.Module):
@@ -164,3 +169,24 @@ def _discriminant(centred: Float[Array, "N D"], codes: Int[Array, "N"], dim: int
     _, strength, directions = np.linalg.svd(np.sqrt(counts)[:, None] * means @ whiten, full_matrices=False)
     present = int(np.count_nonzero(strength > _NOISE * strength[0]))
     return (whiten @ directions[: min(dim, classes - 1, present)].T).T
+
+
+def default_dim(sizes: Int[Array, "C"], features: int) -> int:
+    r"""Dimensions to project on, :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` for the smallest class's n.
+
+    >>> default_dim(np.array([100, 900]), 64)
+    10
+    """
+    return int(max(1, min(_MOST_DIMENSIONS, np.sqrt(sizes.min()), features)))
+
+
+def warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> None:
+    """Say which classes have too few points for so many dimensions."""
+    small = [label for label, size in zip(classes.tolist(), sizes.tolist(), strict=True) if size < 2 * dim]
+    if small:
+        shown = ", ".join(map(repr, small[:5])) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+        warnings.warn(
+            f"{len(small)} classes have fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
+            "points will stay isolated; choose a smaller dim or add data.",
+            stacklevel=3,
+        )

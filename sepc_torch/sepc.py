@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch import ops, storage
-from sepc_torch.bank import EllipsoidBank, at_least_float32
+from sepc_torch.bank import EllipsoidBank
+from sepc_torch.buffers import at_least_float32, resize_buffers
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.explaining import Described, Explanation, explain
+from sepc_torch.given_labels import class_indices, points_as_tensor, refuse_bad
 from sepc_torch.inputs import check_choice
 from sepc_torch.kernels import Kernel, available
 from sepc_torch.kernels.judging import Kernels, decide, judge, kernels_for
@@ -198,7 +200,7 @@ class SEPC(nn.Module):
         With ``checked`` the given labels are known to be indices: nothing waits for a GPU to say so.
         """
         if label is not None:
-            label = label.long() if checked else self._checked(label, z.shape[0])
+            label = label.long() if checked else self._indices(label, z)
         kernels = self._kernels
         # A copy of the module for another device, or read from a file on one, brings tables from where it was.
         if kernels is None or getattr(z, "device", None) != kernels.tables.codes.device or not z.is_cuda:
@@ -235,23 +237,11 @@ class SEPC(nn.Module):
         """
         distance, found = self._resolve(z)
         bad = self._refuse(bad_rows(distance), z.dtype)
-        judged = found.label if label is None else self._checked(label, z.shape[0])
+        judged = found.label if label is None else self._indices(label, z)
         return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
 
-    def _checked(self, label: Tensor, count: int) -> Int[Tensor, "B"]:
-        """Given labels as indices, or a clear error."""
-        label = torch.as_tensor(label, device=self.codes.device)
-        if label.shape != (count,) or label.is_floating_point() or label.dtype == torch.bool:
-            raise ValueError(
-                f"label must be {count} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
-            )
-        if may_look(label) and bool(((label < 0) | (label >= len(self.classes))).any()):
-            raise ValueError(
-                f"label must hold indices from 0 to {len(self.classes) - 1} into classes={self.classes}, not the "
-                f"labels themselves; got values from {int(label.min())} to {int(label.max())}."
-            )
-        # What could not be looked at must not lead a kernel out of its tables.
-        return label.long() if may_look(label) else label.long().clamp(0, len(self.classes) - 1)
+    def _indices(self, label: Any, z: Tensor) -> Int[Tensor, "B"]:
+        return class_indices(label, self.classes, z.shape[0], self.codes.device)
 
     def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
         distance = self.bank(z)
@@ -271,13 +261,8 @@ class SEPC(nn.Module):
         An error has to know: on a GPU this waits. A graph, compiled or captured, cannot stop halfway: there every
         policy flags.
         """
-        if self.nan_policy == "raise" and may_look(bad) and bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise ValueError(
-                f"z holds NaN, infinity, numbers too large for {dtype} or, where embeddings are normalised, "
-                f"nothing but zeros in {int(bad.sum())} rows, first in row {row}. Drop such rows, or choose "
-                "nan_policy='flag' to give them label -1 and trust 0."
-            )
+        if self.nan_policy == "raise" and may_look(bad):
+            refuse_bad(bad, dtype)
         return bad
 
     def warmup(self, *rows: int) -> float:
@@ -347,15 +332,7 @@ class SEPC(nn.Module):
 
     def as_tensor(self, z: Any) -> Tensor:
         """Points of any kind as a floating-point tensor on the model's device."""
-        if hasattr(z, "columns") and self.feature_names is not None:
-            missing = [name for name in self.feature_names if name not in list(z.columns)]
-            if missing:
-                raise ValueError(f"The table lacks the columns {missing}, which the model was fitted on.")
-            z = z[list(self.feature_names)]
-        if not isinstance(z, Tensor):
-            z = torch.from_numpy(np.array(z, dtype=np.float64))  # a copy: DataFrames hand out read-only arrays
-        z = z.to(self.codes.device)
-        return z if z.is_floating_point() else z.to(self.bank.offsets.dtype)
+        return points_as_tensor(z, self.feature_names, self.codes.device, self.bank.offsets.dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a safetensors file: buffers and metadata, no pickle, no training point."""
@@ -426,14 +403,3 @@ class SEPC(nn.Module):
 def _after_loading(module: SEPC, _keys: Any) -> None:
     module._find_axes()
     module._lay_out()
-
-
-def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give the buffers the shapes of a state dict, if it is complete: another partition has other numbers."""
-    if any(prefix + name not in state_dict for name in module.state_dict()):
-        return
-    for name, buffer in list(module.named_buffers()):
-        saved = state_dict.get(prefix + name)
-        if isinstance(saved, Tensor) and saved.shape != buffer.shape:
-            owner = module.get_submodule(name.rpartition(".")[0])
-            setattr(owner, name.rpartition(".")[2], buffer.new_empty(saved.shape))

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import Prediction, TrustHead
-from sepc_torch.head import _default_dim
 from sepc_torch.prediction import HeadPrediction
-from sepc_torch.projection import fit_projection
+from sepc_torch.projection import default_dim, fit_projection
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -129,10 +128,10 @@ def test_the_head_is_right_and_knows_strangers(rng: Rng) -> None:
 
 
 def test_default_sizes() -> None:
-    assert _default_dim(np.array([5500, 6000]), 64) == 32
-    assert _default_dim(np.array([100, 400]), 384) == 10
-    assert _default_dim(np.array([5000]), 4) == 4
-    assert _default_dim(np.array([1, 50]), 30) == 1
+    assert default_dim(np.array([5500, 6000]), 64) == 32
+    assert default_dim(np.array([100, 400]), 384) == 10
+    assert default_dim(np.array([5000]), 4) == 4
+    assert default_dim(np.array([1, 50]), 30) == 1
 
 
 def test_warns_of_classes_too_small_for_the_dimension(rng: Rng) -> None:
