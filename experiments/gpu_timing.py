@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,19 @@ def in_turns(functions: list[Callable[[], Any]], heavy: bool) -> list[float]:
     """The times of several functions. Small shapes wait for the host, which has slow spells: the best of five."""
     rounds = [[milliseconds(function, heavy) for function in functions] for _ in range(1 if heavy else 5)]
     return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def waits(functions: list[Callable[[], Any]], calls: int = 200) -> list[float]:
+    """The medians of what a caller waits for each function's result in milliseconds: host and device together."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(calls):
+        for function, seen in zip(functions, times, strict=True):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            seen.append((time.perf_counter() - begun) * 1e3)
+    return [statistics.median(seen) for seen in times]
 
 
 def is_heavy(rows: int, count: int, dim: int) -> bool:

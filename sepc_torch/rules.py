@@ -89,7 +89,7 @@ def resolve(
     )
     several = torch.where(outside[:, None], expanded, regions)
     narrow, wide = torch.where(single[:, None], training.held[own], several)
-    by_narrow, by_wide = _decided(narrow), _decided(wide)
+    by_narrow, by_wide = decided(narrow), decided(wide)
     majority = torch.where(
         by_narrow,
         narrow.argmax(dim=1),
@@ -109,7 +109,7 @@ def class_distance(distance: Float[Tensor, "B K"], training: TrainingCounts) -> 
     return start.scatter_reduce(1, training.codes.expand(distance.shape), distance, "amin")
 
 
-def _decided(counts: Int[Tensor, "B C"]) -> Bool[Tensor, "B"]:
+def decided(counts: Int[Tensor, "B C"]) -> Bool[Tensor, "B"]:
     """Whether one class has more points than every other."""
     most = counts.amax(dim=1, keepdim=True)
     return (counts == most).sum(dim=1) == 1

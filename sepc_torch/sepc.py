@@ -203,7 +203,7 @@ class SEPC(nn.Module):
             label = label.long() if checked else self._indices(label, z)
         kernels = self._kernels
         # A copy of the module for another device, or read from a file on one, brings tables from where it was.
-        if kernels is None or getattr(z, "device", None) != kernels.tables.codes.device or not z.is_cuda:
+        if kernels is None or getattr(z, "device", None) != kernels.tables.words.device or not z.is_cuda:
             own, given = self._by_torch(z, label)
         else:
             own, given = self._by_kernel(z, label, kernels)

@@ -16,9 +16,8 @@ import triton_interpreter  # noqa: F401 - before the first kernel
 from ellipsoid_banks import bank_of
 from ellipsoid_models import model_of, points_for
 
-from sepc_torch.kernels import fused, judging, screening
+from sepc_torch.kernels import fused, judging, resolving, screening, tables
 from sepc_torch.kernels.bounds import screen
-from sepc_torch.kernels.resolving import resolve
 from sepc_torch.kernels.splitting import split
 from sepc_torch.prediction import Prediction
 from sepc_torch.sepc import SEPC
@@ -49,7 +48,7 @@ def distances(rng: Rng) -> None:
             error = float(((found - exact).abs() / terms.clamp_min(1e-30)).max())
             assert error < ACCURACY, (count, dim, points, error)
         turned = torch.full((count, points), torch.nan)
-        fused.launch(z, origin, bank, turned.T)
+        fused.launch_into(turned, z, origin, bank, 1, points)
         assert torch.equal(turned.T, fused.launch(z, origin, bank))
         z[0, 0] = torch.nan
         assert fused.launch(z, origin, bank)[0].isnan().all()
@@ -96,8 +95,14 @@ def decisions(rng: Rng) -> None:
         own, given = sepc.judge(z, label)
         distance = sepc.bank(z)
         nearness = sepc._nearness(z, distance)
-        found = judging.decide(distance, nearness, label, kernels_of(sepc))
-        compare(found, own, given)
+        for many, merged in ((2**12, 2**24), (0, 2**24), (0, 0)):
+            # A warp to a row and a thread to a row; the classes' distances together and one after another.
+            resolving._MANY_ROWS, tables._MOST_MERGED = many, merged
+            resolving._program_shape.cache_clear()
+            few = slice(0, 16 if many else rows)
+            near = None if nearness is None else nearness[few]
+            found = judging.decide(distance[few], near, label[few], kernels_of(sepc))
+            compare(found, *(Prediction(*(field[few] for field in judged)) for judged in (own, given)))
         seen |= set(own.rule.tolist())
     assert seen == {0, 1, 2, 3}
 
@@ -167,14 +172,15 @@ def screening_decides(rng: Rng) -> None:
         coarse = screen(kernels.bank)
         z = points_for(rng, sepc, 40)
         given = torch.from_numpy(rng.integers(0, classes, 40)) if judging_labels else None
-        origin, tables = sepc.bank.origin, kernels.tables
-        distance, used = screening.screened(z, given, origin, kernels.bank, coarse, tables.starts)
-        accurate = fused.launch(z, origin, kernels.bank).T.contiguous()
-        assert int(used.sum()) < 0.8 * accurate.numel()
+        origin, rules = sepc.bank.origin, kernels.tables
+        distance, used = screening.screened(z, given, origin, kernels.bank, coarse, rules.starts)
+        accurate = torch.full_like(distance, torch.nan)
+        fused.launch_into(accurate, z, origin, kernels.bank, 1, len(z))
+        assert int(used.sum()) < 0.8 * count * len(z)
         results = []
         for numbers in (distance, accurate):
             ints, floats = judging._room(z, torch.float32, given)
-            resolve(numbers, None, given, tables, ints, floats)
+            resolving.resolve(numbers, None, given, rules, ints, floats)
             results.append((ints, floats.nan_to_num()))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])

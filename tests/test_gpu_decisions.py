@@ -105,20 +105,34 @@ def test_screening_changes_nothing(rng: Rng) -> None:
 
 
 def test_screening_is_what_runs(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sepc_torch.kernels import screening
-
     calls: list[int] = []
-    original = screening.screened
+    launches = judging._launches()
 
     def spy(z: torch.Tensor, *args: Any) -> Any:
         calls.append(len(z))
-        return original(z, *args)
+        return launches.screened(z, *args)
 
-    monkeypatch.setattr(screening, "screened", spy)
+    monkeypatch.setattr(judging, "_launches", lambda: launches._replace(screened=spy))
     sepc = model_of(rng, 64, 32, 3).cuda()
     sepc(points_for(rng, sepc, 2**16).cuda())
     sepc(points_for(rng, sepc, 100).cuda())
     assert calls == [2**16]
+
+
+def test_views_begin_anywhere(rng: Rng) -> None:
+    """Points, labels and origin that do not begin at a multiple of sixteen bytes, after some that do, and before."""
+    sepc = model_of(rng, 20, 7, 3).cuda()
+    z = points_for(rng, sepc, 65).cuda()
+    label = torch.from_numpy(rng.integers(0, 3, 65)).cuda()
+    wanted = sepc.judge(z, label)
+    origin = torch.empty(8, device="cuda")[1:]
+    for rows in (slice(1, 65), slice(4, 64), slice(3, 50), slice(0, 65)):
+        for ours, whole in zip(sepc.judge(z[rows], label[rows]), wanted, strict=True):
+            for field in Prediction._fields:
+                assert torch.equal(getattr(ours, field).nan_to_num(), getattr(whole, field)[rows].nan_to_num()), field
+        # Another place for the same numbers.
+        origin.copy_(sepc.bank.origin)
+        sepc.bank.origin, origin = origin, sepc.bank.origin
 
 
 def test_pieces_do_not_show(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:

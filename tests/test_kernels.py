@@ -20,7 +20,7 @@ from sepc_torch.bank import EllipsoidBank
 from sepc_torch.kernels.bounds import spectral_bound
 from sepc_torch.kernels.judging import Kernels, kernels_for
 from sepc_torch.kernels.splitting import TOP, split
-from sepc_torch.kernels.tables import hash_table, hashed, packed, rule_tables
+from sepc_torch.kernels.tables import SECTIONS, SIZES, hash_table, hashed, laid_out, packed, rule_tables
 
 Rng = np.random.Generator
 
@@ -100,22 +100,71 @@ def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int) ->
 def test_tables_know_the_training_set(rng: Rng) -> None:
     """In order of the classes; the counts of a cell's region are those of the general path."""
     sepc = model_of(rng, 20, 2, 4, mixed=True)
-    tables = rule_tables(sepc.training_counts, sepc.totals)
-    order = tables.order.long()
-    assert torch.equal(tables.codes.long(), sepc.codes[order])
-    assert (tables.codes.diff() >= 0).all()
+    sizes, tables = laid_out(sepc.training_counts, sepc.totals)
+    assert (sizes["ellipsoids"], sizes["classes"], sizes["cells"]) == (20, 4, len(sepc.cells))
+    order, codes, starts = tables["order"].long(), tables["codes"], tables["starts"]
+    assert torch.equal(codes.long(), sepc.codes[order])
+    assert (codes.diff() >= 0).all()
     for c in range(4):
-        assert (tables.codes[tables.starts[c] : tables.starts[c + 1]] == c).all()
-    assert int(tables.starts[-1]) == 20
+        assert (codes[starts[c] : starts[c + 1]] == c).all()
+    assert int(starts[-1]) == 20
     cells = sepc.cells[:, order]
-    assert torch.equal(tables.words.T.contiguous(), torch.from_numpy(packed(cells.numpy())))
-    assert torch.equal(tables.members, torch.from_numpy(packed(cells.T.numpy())))
-    for p in rng.integers(0, len(cells), 10):
+    assert torch.equal(tables["words"].T.contiguous(), torch.from_numpy(packed(cells.numpy())))
+    assert torch.equal(tables["members"], torch.from_numpy(packed(cells.T.numpy())))
+    assert torch.equal(tables["counts"][:20].long(), sepc.held[order])
+    listed = set(tables["slots"].tolist())
+    for p in range(len(cells)):
         own = cells[p]
-        everywhere, anywhere = (cells[:, own]).all(dim=1), cells[:, own].any(dim=1)
-        if int(own.sum()) > 1:
-            assert torch.equal(tables.in_all[p].long(), sepc.counts[everywhere].sum(dim=0))
-            assert torch.equal(tables.in_any[p].long(), sepc.counts[anywhere].sum(dim=0))
+        narrow = sepc.counts[cells[:, own].all(dim=1)].sum(dim=0)
+        wide = sepc.counts[cells[:, own].any(dim=1)].sum(dim=0)
+        by_all = int((narrow == narrow.max()).sum()) == 1
+        vouching = narrow if by_all else wide
+        tied = int((vouching == vouching.max()).sum()) > 1
+        assert (p in listed) == (int(own.sum()) > 1 and not tied)
+        if p in listed:
+            assert torch.equal(tables["counts"][20 + p].long(), vouching)
+            assert int(tables["verdicts"][20 + p]) == 2 * int(vouching.argmax()) + by_all
+            assert int(tables["sums"][20 + p]) == int((vouching * sepc.totals).sum())
+
+
+def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:
+    """How many points of the own class are within a distance, and the sum over classes, at and between the entries."""
+    sepc = model_of(rng, 12, 2, 4, mixed=True, dtype=torch.float64)
+    training = sepc.training_counts
+    _, tables = laid_out(training, sepc.totals)
+    for k, before in enumerate(tables["order"].tolist()):
+        distances = training.reach[before].flatten()
+        middle = torch.tensor([0.0, float(distances.median()) * 1.01, 1e300])
+        for within in torch.cat([distances[:20], middle.double()]):
+            passed = (training.reach[before] <= within).sum(dim=1)
+            reached = torch.nn.functional.pad(training.ranks, (1, 0)).gather(1, passed[:, None])[:, 0]
+            place = int(torch.searchsorted(tables["merged"][k], within, right=True))
+            assert int(tables["merged_own"][k, place]) == int(reached[training.codes[before]])
+            assert int(tables["merged_sums"][k, place]) == int((reached * sepc.totals).sum())
+
+
+def test_tables_are_one_after_another(rng: Rng) -> None:
+    """A kernel finds sizes and sections by what the words begin with, each at a multiple of sixteen bytes."""
+    sepc = model_of(rng, 7, 2, 3)
+    sizes, sections = laid_out(sepc.training_counts, sepc.totals)
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    header = dict(zip((*SIZES, *SECTIONS), tables.words.tolist(), strict=False))
+    assert {name: header[name] for name in SIZES} == sizes
+    for name in SECTIONS:
+        section = sections[name].contiguous().flatten()
+        found = tables.words[header[name] :][: section.numel() * section.element_size() // 4]
+        assert header[name] % 4 == 0
+        assert torch.equal(found.view(section.dtype), section)
+    assert tables.merged
+    assert not tables.double
+
+
+def test_large_tables_are_not_merged(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    sepc = model_of(rng, 7, 2, 3)
+    monkeypatch.setattr("sepc_torch.kernels.tables._MOST_MERGED", sepc.reach.numel() - 1)
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    assert not tables.merged
+    assert "merged" not in laid_out(sepc.training_counts, sepc.totals)[1]
 
 
 def test_the_bound_of_a_norm_is_above_it_and_close(rng: Rng) -> None:
@@ -130,16 +179,15 @@ def test_counts_do_not_depend_on_precision(rng: Rng) -> None:
     """Thousands of points in a cell, which bfloat16 and TF32 would round."""
     sepc = model_of(rng, 20, 2, 4)
     training = sepc.training_counts._replace(counts=sepc.counts * 1001)
-    wanted = rule_tables(training, sepc.totals)
+    _, wanted = laid_out(training, sepc.totals)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        found = rule_tables(training, sepc.totals)
+        _, found = laid_out(training, sepc.totals)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert torch.equal(found.in_all, wanted.in_all)
-    assert torch.equal(found.in_any, wanted.in_any)
-    assert not (wanted.in_any % 1001).any()
+    assert torch.equal(found["counts"], wanted["counts"])
+    assert not (wanted["counts"][20:] % 1001).any()
 
 
 def test_copies_and_files_hold_no_tables(rng: Rng) -> None:

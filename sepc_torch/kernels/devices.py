@@ -9,28 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The first that unrolls loops as it is told.
 _FIRST_TRITON = (3, 2)
 
 
 def available(like: Tensor) -> bool:
     """Whether kernels can run where a tensor is: on CUDA, with a Triton that has what they are written in."""
-    return like.is_cuda and find_spec("triton") is not None and recent_enough(_triton_version())
+    return like.is_cuda and find_spec("triton") is not None and triton_version() >= _FIRST_TRITON
 
 
-def recent_enough(version: str) -> bool:
-    """Whether a version of Triton is at least the first that unrolls loops as it is told.
-
-    >>> recent_enough("3.6.0"), recent_enough("3.10.0+git1"), recent_enough("3.1.0")
-    (True, True, False)
-    """
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return (major, minor) >= _FIRST_TRITON
-
-
-def _triton_version() -> str:
+def triton_version() -> tuple[int, int]:
+    """The major and minor version of the Triton that is installed."""
     import triton
 
-    return triton.__version__
+    return version_of(triton.__version__)
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """The first two numbers of a version.
+
+    >>> version_of("3.10.0+git1") > version_of("3.6.0")
+    True
+    """
+    major, minor = (int(part) for part in text.split(".")[:2])
+    return major, minor
 
 
 def on_device(like: Tensor) -> AbstractContextManager[Any]:

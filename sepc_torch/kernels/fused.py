@@ -7,6 +7,7 @@ number for each point. Only blocks on and above the diagonal of the triangular f
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sepc_torch.kernels.launching import Launcher, aligned
 from sepc_torch.kernels.splitting import TOP, Split, block_size
 from sepc_torch.shapes import Float
 
@@ -113,27 +115,34 @@ def _distances(
         tl.store(out + row.to(tl.int64) * out_row + k * out_column, distance, mask=live)
 
 
-def launch(
-    z: Tensor, origin: Float[Tensor, "D"], bank: Split, out: Float[Tensor, "B K"] | None = None
-) -> Float[Tensor, "B K"]:
+_launch = Launcher(_distances)
+
+
+def launch(z: Tensor, origin: Float[Tensor, "D"], bank: Split) -> Float[Tensor, "B K"]:
     """Distances of points, of any precision up to float32, to the ellipsoids of a bank around an origin."""
+    count = bank.centers.shape[0]
+    out = torch.empty(z.shape[0], count, dtype=torch.float32, device=z.device)
+    launch_into(out, z, origin, bank, count, 1)
+    return out
+
+
+def launch_into(out: Tensor, z: Tensor, origin: Float[Tensor, "D"], bank: Split, row: int, column: int) -> None:
+    """The same, written to where ``out`` begins, rows and ellipsoids so many numbers apart."""
     points, dim = z.shape
-    count = len(bank.centers)
-    if out is None:
-        out = torch.empty(points, count, dtype=torch.float32, device=z.device)
     if points == 0:
-        return out
+        return
+    count, padded = bank.centers.shape
     block = block_size(dim)
-    blocks = bank.centers.shape[1] // block
-    shape = program_shape(points, count, blocks)
-    grid = (-(-points // shape.rows), -(-count // shape.group))
-    _distances[grid](
-        z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
-        bank.reach, points, count, dim, z.stride(0), z.stride(1), out.stride(0), out.stride(1),
-        top=TOP, block=block, blocks=blocks, rows=shape.rows, group=shape.group,
+    shape = program_shape(points, count, padded // block)
+    row_stride, column_stride = z.stride()
+    _launch(
+        (-(-points // shape.rows), -(-count // shape.group), 1),
+        (z.dtype, aligned(z), aligned(origin), aligned(out), dim, row_stride, column_stride, row == 1, column == 1),
+        (z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
+         bank.reach, points, count, dim, row_stride, column_stride, row, column),
+        (TOP, block, padded // block, shape.rows, shape.group),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    return out
 
 
 class Shape(NamedTuple):
@@ -145,6 +154,7 @@ class Shape(NamedTuple):
     stages: int
 
 
+@functools.lru_cache(maxsize=1024)
 def program_shape(points: int, count: int, blocks: int) -> Shape:
     """What was fastest on an H200; with several blocks, more than one stage does not fit into shared memory."""
     if blocks == 1:

@@ -5,7 +5,9 @@ Importing this needs no Triton; it is loaded with the first launch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +79,7 @@ def judge(
     if not torch.compiler.is_compiling():  # handing over two dozen tensors takes longer than a small batch
         return _in_pieces(z, given, origin, bank, coarse, tables)
     rounded, relative = ([], 0.0) if coarse is None else (list(coarse[:-1]), coarse.relative)
-    return _judge(z, given, origin, list(bank[:-1]), bank.reach, rounded, relative, list(tables[:-1]), tables.probes)
+    return _judge(z, given, origin, list(bank[:-1]), bank.reach, rounded, relative, *tables)
 
 
 def decide(
@@ -87,8 +89,7 @@ def decide(
     kernels: Kernels,
 ) -> tuple[Int[Tensor, "I B"], Float[Tensor, "F B"]]:
     """The same from distances that are known, and from what "nearest" means where that is another number."""
-    tables = kernels.tables._replace(reach=kernels.tables.reach.to(distance.dtype))
-    return _decide(distance, nearness, given, list(tables[:-1]), tables.probes)
+    return _decide(distance, nearness, given, *kernels.tables)
 
 
 def _in_pieces(
@@ -97,12 +98,12 @@ def _in_pieces(
     ints, floats = _room(z, origin.dtype, given)
     given = None if given is None else given.contiguous()
     z = near_together(z)
-    rows = max(1, _PIECE // len(bank.centers))
+    rows = max(1, _PIECE // bank.centers.shape[0])
     with on_device(z):
-        if 0 < len(z) <= rows:
+        if 0 < z.shape[0] <= rows:
             _judge_piece(z, given, origin, bank, coarse, tables, ints, floats)
             return ints, floats
-        for start in range(0, len(z), rows):
+        for start in range(0, z.shape[0], rows):
             piece = slice(start, start + rows)
             labels = None if given is None else given[piece]
             _judge_piece(z[piece], labels, origin, bank, coarse, tables, ints[:, piece], floats[:, piece])
@@ -131,17 +132,31 @@ def _judge_piece(
     ints: Tensor,
     floats: Tensor,
 ) -> None:
-    from sepc_torch.kernels.fused import launch
-    from sepc_torch.kernels.resolving import resolve
+    launches = _launches()
+    rows, count = z.shape[0], bank.centers.shape[0]
+    if coarse is not None and rows >= _SCREEN_ROWS:
+        room, _ = launches.screened(z, given, origin, bank, coarse, tables.starts)
+    else:
+        room = launches.room_for(count, rows, origin)
+        launches.launch_into(room, z, origin, bank, 1, rows)
+    launches.resolve(room, None, given, tables, ints, floats)
+
+
+class _Launches(NamedTuple):
+    launch_into: Callable[..., None]
+    screened: Callable[..., tuple[Tensor, Tensor]]
+    room_for: Callable[..., Tensor]
+    resolve: Callable[..., None]
+
+
+@functools.cache
+def _launches() -> _Launches:
+    """What needs Triton, imported with the first launch: to import it in every call takes time."""
+    from sepc_torch.kernels.fused import launch_into
+    from sepc_torch.kernels.resolving import resolve, room_for
     from sepc_torch.kernels.screening import screened
 
-    count = len(bank.centers)
-    if coarse is not None and len(z) >= _SCREEN_ROWS:
-        distance, _ = screened(z, given, origin, bank, coarse, tables.starts)
-    else:
-        distance = origin.new_empty(count, len(z))
-        launch(z, origin, bank, distance.T)
-    resolve(distance, None, given, tables, ints, floats)
+    return _Launches(launch_into, screened, room_for, resolve)
 
 
 def _judge_tensors(
@@ -152,13 +167,11 @@ def _judge_tensors(
     reach: float,
     coarse: list[Tensor],
     relative: float,
-    tables: list[Tensor],
-    probes: int,
+    *tables: Any,
 ) -> tuple[Tensor, Tensor]:
     ellipsoids = Split(*bank, reach)  # type: ignore[call-arg, arg-type]
     rounded = Screen(*coarse, relative) if coarse else None  # type: ignore[call-arg, arg-type]
-    counts = RuleTables(*tables, probes)  # type: ignore[call-arg, arg-type]
-    return _in_pieces(z, given, origin, ellipsoids, rounded, counts)
+    return _in_pieces(z, given, origin, ellipsoids, rounded, RuleTables(*tables))
 
 
 def _judge_shape(z: Tensor, given: Tensor | None, origin: Tensor, *model: object) -> tuple[Tensor, Tensor]:
@@ -166,21 +179,23 @@ def _judge_shape(z: Tensor, given: Tensor | None, origin: Tensor, *model: object
 
 
 def _decide_pieces(
-    distance: Tensor, nearness: Tensor | None, given: Tensor | None, tables: list[Tensor], probes: int
+    distance: Tensor, nearness: Tensor | None, given: Tensor | None, *tables: Any
 ) -> tuple[Tensor, Tensor]:
-    from sepc_torch.kernels.resolving import resolve
-
-    counts = RuleTables(*tables, probes)  # type: ignore[call-arg, arg-type]
+    launches = _launches()
+    counts = RuleTables(*tables)
     ints, floats = _room(distance, distance.dtype, given)
     given = None if given is None else given.contiguous()
     rows = max(1, _PIECE // distance.shape[1])
     with on_device(distance):
         for start in range(0, len(distance), rows):
             piece = slice(start, start + rows)
-            by_class = [None if d is None else d[piece].T[counts.order].contiguous() for d in (distance, nearness)]
+            by_class = [None if d is None else d[piece].T[counts.order] for d in (distance, nearness)]
             labels = None if given is None else given[piece]
             assert by_class[0] is not None
-            resolve(by_class[0], by_class[1], labels, counts, ints[:, piece], floats[:, piece])
+            room = launches.room_for(*by_class[0].shape, distance)
+            room[: len(by_class[0])] = by_class[0]
+            nearer = None if by_class[1] is None else by_class[1].contiguous()
+            launches.resolve(room, nearer, labels, counts, ints[:, piece], floats[:, piece])
     return ints, floats
 
 
@@ -192,19 +207,20 @@ def _decide_shape(
 
 def _room(like: Tensor, dtype: torch.dtype, given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Columns for the results: four of integers and three of numbers, and those of the given labels."""
-    rows = like.shape[0]
-    ints = like.new_empty((4 if given is None else 5, rows), dtype=torch.int64)
-    return ints, like.new_empty((3 if given is None else 5, rows), dtype=dtype)
+    rows, device = like.shape[0], like.device
+    ints = torch.empty(4 if given is None else 5, rows, dtype=torch.int64, device=device)
+    return ints, torch.empty(3 if given is None else 5, rows, dtype=dtype, device=device)
 
 
 _judge = ops.operator(
     "judge(Tensor z, Tensor? given, Tensor origin, Tensor[] bank, float reach, Tensor[] coarse, float relative, "
-    "Tensor[] tables, int probes) -> (Tensor, Tensor)",
+    "Tensor words, Tensor order, Tensor starts, bool merged, bool double) -> (Tensor, Tensor)",
     _judge_tensors,
     _judge_shape,
 )
 _decide = ops.operator(
-    "decide(Tensor distance, Tensor? nearness, Tensor? given, Tensor[] tables, int probes) -> (Tensor, Tensor)",
+    "decide(Tensor distance, Tensor? nearness, Tensor? given, Tensor words, Tensor order, Tensor starts, bool merged, "
+    "bool double) -> (Tensor, Tensor)",
     _decide_pieces,
     _decide_shape,
 )

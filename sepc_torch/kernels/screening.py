@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.kernels.bounds import Screen
+from sepc_torch.kernels.deciding import LIMIT, two_least
 from sepc_torch.kernels.fused import program_shape, tile_distance, tile_size
-from sepc_torch.kernels.resolving import LIMIT, two_least
+from sepc_torch.kernels.resolving import room_for
 from sepc_torch.kernels.splitting import TOP, Split
 from sepc_torch.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
@@ -71,8 +72,7 @@ def _bounded(d, norm, slope, offset, k, relative: tl.constexpr):
 def _select(
     estimate, norms, slope, offset, given, starts, upper, lists, used,
     rows, classes,
-    relative: tl.constexpr, limit: tl.constexpr, slack: tl.constexpr, judging: tl.constexpr, tile: tl.constexpr,
-    apart: tl.constexpr,
+    relative: tl.constexpr, slack: tl.constexpr, judging: tl.constexpr, tile: tl.constexpr, apart: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     live = row < rows
@@ -89,8 +89,8 @@ def _select(
         for k in tl.range(tl.load(starts + c), tl.load(starts + c + 1), loop_unroll_factor=4):
             d = tl.load(estimate + k * rows + row, mask=live, other=0.0)
             low, high = _bounded(d, norm, slope, offset, k, relative)
-            possible += (low <= limit).to(tl.int32)
-            certain += (high <= limit).to(tl.int32)
+            possible += (low <= LIMIT).to(tl.int32)
+            certain += (high <= LIMIT).to(tl.int32)
             least, place, second = two_least(low, k, least, place, second)
             bound = tl.minimum(bound, high)
         tl.store(upper + c * rows + row, bound, mask=live)
@@ -108,7 +108,7 @@ def _select(
         for k in tl.range(tl.load(starts + c), tl.load(starts + c + 1), loop_unroll_factor=4):
             d = tl.load(estimate + k * rows + row, mask=live, other=0.0)
             low, high = _bounded(d, norm, slope, offset, k, relative)
-            matters = live & ((low <= enough) | ((low <= limit) & (high > limit)))
+            matters = live & ((low <= enough) | ((low <= LIMIT) & (high > LIMIT)))
             position = tl.atomic_add(used + k * apart + zero, 1, mask=matters, sem="relaxed")
             tl.store(lists + k * rows + position, row, mask=matters)
 
@@ -159,8 +159,8 @@ def screened(
     bank: Split,
     coarse: Screen,
     starts: Int[Tensor, "S"],
-) -> tuple[Float[Tensor, "K B"], Int[Tensor, "K"]]:
-    """Distances of which those that matter are accurate, and how many of every ellipsoid these are.
+) -> tuple[Float[Tensor, "R B"], Int[Tensor, "K"]]:
+    """Distances of which those that matter are accurate, with room for patterns, and how many of every ellipsoid are.
 
     Args:
         z: Points.
@@ -173,7 +173,7 @@ def screened(
     points, dim = z.shape
     count, block = bank.centers.shape
     classes = len(starts) - 1
-    out = torch.empty(count, points, dtype=torch.float32, device=z.device)
+    out = room_for(count, points, origin)
     room = torch.empty(classes + 1, points, dtype=torch.float32, device=z.device)
     lists = torch.empty(count, points, dtype=torch.int32, device=z.device)
     used = torch.zeros(count, _APART, dtype=torch.int32, device=z.device)
@@ -181,7 +181,7 @@ def screened(
     _select[(-(-points // _ROWS),)](
         out, room[classes], coarse.slope, coarse.offset, starts if given is None else given, starts, room, lists, used,
         points, classes,
-        relative=coarse.relative, limit=LIMIT, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART,
+        relative=coarse.relative, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART,
         num_warps=_WARPS,
     )  # fmt: skip
     shape = program_shape(points, count, blocks=1)

@@ -50,7 +50,16 @@ def block_size(dim: int) -> int:
     >>> block_size(5), block_size(40), block_size(200)
     (16, 64, 64)
     """
-    return min(max(SMALLEST_BLOCK, 1 << (dim - 1).bit_length()), LARGEST_BLOCK)
+    return min(max(SMALLEST_BLOCK, power_of_two(dim)), LARGEST_BLOCK)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below a positive number.
+
+    >>> power_of_two(1), power_of_two(5), power_of_two(8)
+    (1, 8, 8)
+    """
+    return 1 << (number - 1).bit_length()
 
 
 def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> Split:

@@ -1,8 +1,12 @@
 r"""What the rules look up, laid out for a kernel.
 
-Membership in K ellipsoids is a pattern of bits, 32 to a word. The training counts of a pattern that some training point
-has are found by its hash, in a table with open addressing, and the pattern is compared to the last bit before they are
-believed. Only a pattern that no training point has needs the pass over all cells.
+Most rows need one line of a table: a point in one ellipsoid that ellipsoid's counts, a point in several the counts of
+its cell, a point outside those of the nearest ellipsoid expanded to touch it. What only depends on that line is worked
+out beforehand, label and rule included.
+
+Membership in K ellipsoids is a pattern of bits, 32 to a word. A cell is found by the hash of its pattern, in a table
+with open addressing, and the pattern is compared to the last bit before it is believed. Only patterns that no training
+point has, and those whose majority is tied, need the pass over all cells.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch import ops
-from sepc_torch.rules import TrainingCounts
+from sepc_torch.rules import TrainingCounts, decided
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 WORD = 32
@@ -22,80 +26,139 @@ WORD = 32
 MULTIPLIER = 0x2545F4914F6CDD1D
 # Slots for each pattern: with so many free, few patterns need a second look.
 _ROOM = 4
+# Entries of the merged distances, of 16 bytes: above, a kernel searches the classes one after another.
+_MOST_MERGED = 2**24
+# Sections begin at multiples of so many words, so that they hold numbers of any size.
+_ALIGNED = 4
+
+# What a table of words begins with: sizes, and where its sections begin.
+SIZES = ("ellipsoids", "classes", "cells", "cell_words", "size", "slot_mask", "probes")
+SECTIONS = (
+    "codes", "order", "starts", "totals", "words", "keys", "slots", "members", "cell_counts",
+    "counts", "sums", "verdicts", "reach", "ranks", "merged", "merged_sums", "merged_own",
+)  # fmt: skip
 
 
 class RuleTables(NamedTuple):
-    """What the kernel reads besides distances; integers are int32 unless said otherwise.
+    """What the kernels read besides distances.
 
     Attributes:
-        order: The ellipsoids by class (K,). All else has them in this order.
-        codes: Their classes (K,).
+        words: All tables in one, as int32: a kernel with few arguments is launched sooner.
+        order: The ellipsoids by class (K,). The tables have them in this order.
         starts: Where each class begins (C + 1,).
-        words: The cells as words of bits, one for every ellipsoid (W, P).
-        members: Ellipsoids as words of bits, one for every cell they hold (K, ceil(P / 32)).
-        keys: The hash of every cell (P,), int64.
-        slots: The cell at each place of the hash table (S,), S a power of two; -1 where there is none.
-        counts: Training points of each class in every cell (P, C).
-        in_all: The same in all of the ellipsoids that hold the cell (P, C); zero where fewer than two do.
-        in_any: The same in any of them (P, C).
-        held: Training points of each class in every ellipsoid (K, C).
-        reach: Distances of the training points, sorted (K, C, Q), in the dtype of distances.
-        ranks: How many points lie within each of them, none before the first (C, Q + 1).
-        totals: Training points of each class (C,).
-        probes: How many slots a search looks at, at most.
+        merged: Whether the distances of the training points are also there for all classes together.
+        double: Whether these distances are in float64.
     """
 
+    words: Int[Tensor, "N"]
     order: Int[Tensor, "K"]
-    codes: Int[Tensor, "K"]
     starts: Int[Tensor, "C+1"]
-    words: Int[Tensor, "W P"]
-    members: Int[Tensor, "K M"]
-    keys: Int[Tensor, "P"]
-    slots: Int[Tensor, "S"]
-    counts: Int[Tensor, "P C"]
-    in_all: Int[Tensor, "P C"]
-    in_any: Int[Tensor, "P C"]
-    held: Int[Tensor, "K C"]
-    reach: Float[Tensor, "K C Q"]
-    ranks: Int[Tensor, "C Q+1"]
-    totals: Int[Tensor, "C"]
-    probes: int
+    merged: bool
+    double: bool
 
 
 def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTables:
     """Lay out the training counts; done once, whenever they change or move."""
+    sizes, sections = laid_out(training, totals)
+    begin = -(-(len(SIZES) + len(SECTIONS)) // _ALIGNED) * _ALIGNED
+    header, parts = [sizes[name] for name in SIZES], []
+    for name in SECTIONS:
+        header.append(begin)
+        if name in sections:
+            part = sections[name].contiguous().flatten().view(torch.int32)
+            parts.append(torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)))
+            begin += len(parts[-1])
+    head = torch.tensor(header, dtype=torch.int32, device=totals.device)
+    words = torch.cat([torch.nn.functional.pad(head, (0, -len(head) % _ALIGNED)), *parts])
+    double = training.reach.dtype == torch.float64
+    return RuleTables(words, sections["order"], sections["starts"], "merged" in sections, double)
+
+
+def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The sizes and the sections of the tables; integers are int32 unless said otherwise.
+
+    - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before;
+    - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
+    - ``words`` (W, P), ``keys`` (P,) int64: the patterns of the cells, and their hashes;
+    - ``slots`` (S,): the cell at each place of the hash table, S a power of two; -1 where there is none;
+    - ``members`` (K, ceil(P / 32)): ellipsoids as words of bits, one for every cell they hold;
+    - ``cell_counts`` (P, C): training points of each class in every cell;
+    - ``counts`` (K + P, C): the points that vouch in every ellipsoid alone, then in the region of every cell: those in
+      all of its ellipsoids if they have a majority, else those in any of them;
+    - ``sums`` (K + P,) int64: their sums over classes, each count times the points of the class;
+    - ``verdicts`` (K + P,): twice the label, plus one where the majority is that in all ellipsoids;
+    - ``reach`` (K, C, Q): distances of the training points, sorted, in the dtype of the model;
+    - ``ranks`` (C, Q + 1): how many points lie within each of them, none before the first;
+    - ``merged`` (K, C Q): the same distances, all classes together;
+    - ``merged_sums`` (K, C Q + 1) int64, ``merged_own`` (K, C Q + 1): the sums over classes of the points within each,
+      and how many are of the ellipsoid's own class.
+    """
     device = training.codes.device
-    classes = training.counts.shape[1]
+    classes, size = training.reach.shape[1:]
     order = torch.argsort(training.codes, stable=True)
-    starts = torch.searchsorted(training.codes[order], torch.arange(classes + 1, device=device))
+    codes = training.codes[order]
     cells = training.cells[:, order].cpu().numpy()
     words = packed(cells)
     keys = hashed(words)
-    # Points in fewer than two ellipsoids are judged without their cell.
-    slots, probes = hash_table(keys, np.flatnonzero(cells.sum(axis=1) > 1))
-    in_all, in_any = ops.region_counts(training.cells, training.cells, training.counts).int()
-    return RuleTables(
-        order=order.int(),
-        codes=training.codes[order].int(),
-        starts=starts.int(),
-        words=torch.from_numpy(words).T.contiguous().to(device),
-        members=torch.from_numpy(packed(cells.T)).to(device),
-        keys=torch.from_numpy(keys).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        counts=training.counts.int().contiguous(),
-        in_all=in_all,
-        in_any=in_any,
-        held=training.held[order].int(),
-        reach=training.reach[order],
-        ranks=torch.nn.functional.pad(training.ranks, (1, 0)).int().contiguous(),
-        totals=totals.int(),
-        probes=probes,
-    )
+
+    in_all, in_any = ops.region_counts(training.cells, training.cells, training.counts)
+    by_all = decided(in_all)
+    in_region = torch.where(by_all[:, None], in_all, in_any)
+    # Points in fewer than two ellipsoids are judged without their cell, and ties by what is nearest.
+    known = (cells.sum(axis=1) > 1) & (by_all | decided(in_any)).cpu().numpy()
+    slots, probes = hash_table(keys, np.flatnonzero(known))
+    counts = torch.cat([training.held[order], in_region])
+    label = torch.cat([codes, in_region.argmax(dim=1)])
+    narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
+    members = packed(cells.T)
+    sizes = {
+        "ellipsoids": len(codes),
+        "classes": classes,
+        "cells": len(cells),
+        "cell_words": members.shape[1],
+        "size": size,
+        "slot_mask": len(slots) - 1,
+        "probes": probes,
+    }
+    sections = {
+        "codes": codes.int(),
+        "order": order.int(),
+        "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
+        "totals": totals.int(),
+        "words": torch.from_numpy(words).T.contiguous().to(device),
+        "keys": torch.from_numpy(keys).to(device),
+        "slots": torch.from_numpy(slots).to(device),
+        "members": torch.from_numpy(members).to(device),
+        "cell_counts": training.counts.int(),
+        "counts": counts.int(),
+        "sums": (counts * totals).sum(dim=1),
+        "verdicts": (2 * label + narrow).int(),
+        "reach": training.reach[order],
+        "ranks": torch.nn.functional.pad(training.ranks, (1, 0)).int(),
+    }
+    if training.reach.numel() <= _MOST_MERGED:
+        sections |= _merged(sections["reach"], codes, training.ranks, totals)
+    return sizes, sections
+
+
+def _merged(
+    reach: Float[Tensor, "K C Q"], codes: Int[Tensor, "K"], ranks: Int[Tensor, "C Q"], totals: Int[Tensor, "C"]
+) -> dict[str, Tensor]:
+    distance, place = reach.flatten(1).sort(dim=1)
+    added = ranks.diff(dim=1, prepend=torch.zeros_like(ranks[:, :1])).flatten()
+    classes = torch.arange(len(ranks), device=ranks.device).repeat_interleave(ranks.shape[1])
+    own = added[place] * (classes[place] == codes[:, None])
+    sums = (added * totals[classes])[place]
+    sums, own = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (sums, own))
+    return {"merged": distance, "merged_sums": sums, "merged_own": own.int()}
 
 
 def addressable(training: TrainingCounts) -> bool:
-    """Whether the kernel's 32-bit addresses reach every table."""
-    return max(table.numel() for table in (training.cells, training.counts, training.reach)) < 2**31
+    """Whether 32-bit addresses reach every word of the tables."""
+    entries = training.reach.numel() * training.reach.element_size() // 4
+    merged = min(training.reach.numel(), _MOST_MERGED) * 6
+    cells, counts = training.cells.numel(), training.counts.numel()
+    return entries + merged + cells // 8 + 4 * counts + 16 * sum(training.cells.shape) < 2**30
 
 
 def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
@@ -111,13 +174,14 @@ def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
 
 
 def hashed(words: Int[Array, "P W"]) -> Int[Array, "P"]:
-    """The hash of every row, from the first word to the last as the kernel meets them; arithmetic is modulo 2^64."""
-    value = np.zeros(len(words), dtype=np.int64)
+    """The hash of every row: the sum over its words, each mixed with its place; arithmetic is modulo 2^64."""
+    low = np.int64(0xFFFFFFFF)
+    value = (words.astype(np.int64) & low) + (np.arange(words.shape[1], dtype=np.int64) << np.int64(WORD))
     with np.errstate(over="ignore"):
-        for word in words.T:
-            value = (value ^ word.astype(np.int64)) * np.int64(MULTIPLIER)
-            value ^= (value >> np.int64(WORD)) & np.int64(0xFFFFFFFF)
-    return value
+        for _ in range(2):
+            value = value * np.int64(MULTIPLIER)
+            value ^= (value >> np.int64(WORD)) & low
+        return np.where(words != 0, value, 0).sum(axis=1)
 
 
 def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
