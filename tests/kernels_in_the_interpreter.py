@@ -16,6 +16,7 @@ import triton_interpreter  # noqa: F401 - before the first kernel
 from ellipsoid_banks import bank_of
 from ellipsoid_models import model_of, points_for
 
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels import fused, judging, resolving, screening, tables
 from sepc_torch.kernels.bounds import screen
 from sepc_torch.kernels.splitting import split
@@ -54,6 +55,12 @@ def distances(rng: Rng) -> None:
         assert fused.launch(z, origin, bank)[0].isnan().all()
         assert fused.launch(z, origin, bank)[1:].isfinite().all()
         assert fused.launch(z[:0], origin, bank).shape == (0, count)
+
+
+def rows_are_many_from(number: int) -> None:
+    """From so many rows on a thread takes each, which the interpreter is quicker with; below, a warp."""
+    resolving._MANY_ROWS = number
+    resolving._program_shape.cache_clear()
 
 
 def kernels_of(sepc: SEPC) -> judging.Kernels:
@@ -95,16 +102,42 @@ def decisions(rng: Rng) -> None:
         own, given = sepc.judge(z, label)
         distance = sepc.bank(z)
         nearness = sepc._nearness(z, distance)
-        for many, merged in ((2**12, 2**24), (0, 2**24), (0, 0)):
+        for many, merged, some in ((2**12, 2**24, 8), (0, 2**24, rows), (0, 0, 24)):
             # A warp to a row and a thread to a row; the classes' distances together and one after another.
-            resolving._MANY_ROWS, tables._MOST_MERGED = many, merged
-            resolving._program_shape.cache_clear()
-            few = slice(0, 16 if many else rows)
+            rows_are_many_from(many)
+            tables._MOST_MERGED = merged
+            few = slice(0, some)
             near = None if nearness is None else nearness[few]
             found = judging.decide(distance[few], near, label[few], kernels_of(sepc))
             compare(found, *(Prediction(*(field[few] for field in judged)) for judged in (own, given)))
         seen |= set(own.rule.tolist())
     assert seen == {0, 1, 2, 3}
+
+
+def known_patterns(rng: Rng) -> None:
+    """Patterns that a training point has are looked up: without the counts of single cells they are judged the same."""
+    sepc = model_of(rng, 40, 2, 4, held=3.0)
+    z = points_for(rng, sepc, 64, bad=False)
+    distance = sepc.bank(z)
+    inside = distance <= 1.0 + SURFACE_TOLERANCE
+    kernels = kernels_of(sepc)
+    sizes, sections = tables.laid_out(sepc.training_counts, sepc.totals)
+    listed = set(sections["slots"].tolist()) - {-1}
+    cells = {tuple(cell): p for p, cell in enumerate(sepc.cells.tolist())}
+    known = torch.tensor([cells.get(tuple(row)) in listed for row in inside.tolist()])
+    assert 2 < int(known.sum()) < int((inside.sum(dim=1) > 1).sum())
+    words = kernels.tables.words.clone()
+    place = int(words[len(tables.SIZES) + tables.SECTIONS.index("cell_counts")])
+    words[place : place + sizes["cells"] * sizes["classes"]] = 0
+    wiped = kernels._replace(tables=kernels.tables._replace(words=words))
+    whole = judging.decide(distance, None, None, kernels)
+    without = judging.decide(distance, None, None, wiped)
+    assert not torch.equal(without[1][0], whole[1][0])  # others needed those counts
+    rows_are_many_from(2**12)
+    by_warps = judging.decide(distance[known], None, None, wiped)
+    for ours, theirs, wanted in zip(without, by_warps, whole, strict=True):
+        assert torch.equal(ours[:, known], wanted[:, known])
+        assert torch.equal(theirs, wanted[:, known])
 
 
 def pieces(rng: Rng) -> None:
@@ -188,6 +221,7 @@ def screening_decides(rng: Rng) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of NaN and overflow, which the kernels are tested with
+    rows_are_many_from(0)
     check, seed = sys.argv[1:]
     globals()[check](np.random.default_rng(int(seed)))
     sys.stdout.write("right")

@@ -114,6 +114,8 @@ def test_scores_of_logits(rng: Rng) -> None:
     close(gen(logits), -(p * (1 - p)).pow(0.1).sum(dim=1))
     close(gen(logits, gamma=1.0), p.square().sum(dim=1) - 1.0)
     top = p.sort(dim=1, descending=True).values[:, :2]
+    sure = torch.tensor([[60.0, 0.0]], dtype=torch.float64)  # 1 - p rounds to zero, e^-60 does not
+    close(gen(sure), torch.full((1,), -2.0 * math.exp(-6.0), dtype=torch.float64))
     close(gen(logits, gamma=0.3, m=2), -(top * (1 - top)).pow(0.3).sum(dim=1))
 
 

@@ -54,9 +54,11 @@ def gen(logits: Float[Tensor, "B C"], gamma: float = 0.1, m: int = 100) -> Float
     >>> gen(torch.tensor([[0.0, 0.0]]), gamma=0.5)
     tensor([-1.], dtype=torch.float64)
     """
-    p = logits.double().softmax(dim=1)
-    top = p.topk(min(count(m, "m", least=1), p.shape[1]), dim=1).values
-    return -(top * (1.0 - top)).pow(gamma).sum(dim=1)
+    p = logits.double().softmax(dim=1).sort(dim=1, descending=True).values
+    # One minus the likeliest is the sum of the others: as a difference its rounding would show in a power below one.
+    others = torch.cat([p[:, 1:].sum(dim=1, keepdim=True), 1.0 - p[:, 1:]], dim=1)
+    terms = (p * others).pow(gamma)
+    return -terms[:, : count(m, "m", least=1)].sum(dim=1)
 
 
 def fit_temperature(logits: Float[Tensor, "N C"], labels: Int[Tensor, "N"]) -> float:

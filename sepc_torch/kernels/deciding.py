@@ -14,27 +14,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.kernels.tables import MULTIPLIER, SECTIONS, SIZES
+from sepc_torch.kernels.lookup import (
+    CLASSES,
+    CODES,
+    COUNTS,
+    ELLIPSOIDS,
+    LIMIT,
+    ORDER,
+    STARTS,
+    SUMS,
+    TOTALS,
+    VERDICTS,
+    bits_of,
+    count_region,
+    count_tied,
+    expanded,
+    hashed,
+    known_cell,
+    long_section,
+    lowest_bit,
+    reached,
+    section,
+)  # fmt: skip
 from sepc_torch.rules import NEAREST_TIE, Rule
 
-LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _TIED = tl.constexpr(1.0 + NEAREST_TIE)
-_MULTIPLIER = tl.constexpr(MULTIPLIER)
 _SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
 _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
-
-_HEADER = (*SIZES, *SECTIONS)
-_ELLIPSOIDS, _CLASSES, _CELLS, _CELL_WORDS, _SIZE, _SLOT_MASK, _PROBES = (tl.constexpr(i) for i in range(len(SIZES)))
-_CODES, _ORDER = tl.constexpr(_HEADER.index("codes")), tl.constexpr(_HEADER.index("order"))
-_STARTS, _TOTALS = tl.constexpr(_HEADER.index("starts")), tl.constexpr(_HEADER.index("totals"))
-_PATTERNS, _KEYS = tl.constexpr(_HEADER.index("words")), tl.constexpr(_HEADER.index("keys"))
-_SLOTS, _MEMBERS = tl.constexpr(_HEADER.index("slots")), tl.constexpr(_HEADER.index("members"))
-_CELL_COUNTS, _COUNTS = tl.constexpr(_HEADER.index("cell_counts")), tl.constexpr(_HEADER.index("counts"))
-_SUMS, _VERDICTS = tl.constexpr(_HEADER.index("sums")), tl.constexpr(_HEADER.index("verdicts"))
-_REACH, _RANKS = tl.constexpr(_HEADER.index("reach")), tl.constexpr(_HEADER.index("ranks"))
-_MERGED, _MERGED_SUMS = tl.constexpr(_HEADER.index("merged")), tl.constexpr(_HEADER.index("merged_sums"))
-_MERGED_OWN = tl.constexpr(_HEADER.index("merged_own"))
+_LARGEST_INT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -54,7 +61,7 @@ def two_least(x, k, least, place, second):
 def _of_lanes(least, place, second):
     """Place and distance of the nearest, and the second distance, over all lanes; of equals the first is nearest."""
     best = tl.min(least, axis=1)
-    nearest = tl.min(tl.where(least == best[:, None], place, 2147483647), axis=1)
+    nearest = tl.min(tl.where(least == best[:, None], place, _LARGEST_INT), axis=1)
     wins = (least == best[:, None]) & (place == nearest[:, None])
     return nearest, best, tl.min(tl.where(wins, second, least), axis=1)
 
@@ -70,187 +77,9 @@ def _other_class(x, c, least, least_class, other, other_class):
 
 
 @triton.jit
-def _section(tables, name):
-    return tables + tl.load(tables + name)
-
-
-@triton.jit
-def _numbers(tables, name, double: tl.constexpr):
-    """A section of floating-point numbers."""
-    kind: tl.constexpr = tl.float64 if double else tl.float32
-    return _section(tables, name).to(tl.pointer_type(kind))
-
-
-@triton.jit
-def _long(tables, name):
-    """A section of 64-bit integers."""
-    return _section(tables, name).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _lowest_bit(word):
-    """The place of the lowest bit: a power of two tells it in the exponent of a float32. For zero, any place."""
-    power = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-    return ((power.to(tl.int32, bitcast=True) >> 23) - 127) & 31
-
-
-@triton.jit
-def _bits(word):
-    """How many bits of a word are set: sums of pairs, of fours and of eights, and the sum of these."""
-    x = word.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return ((x + (x >> 16)) & 63).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _hashed(word, w):
-    """What a word of a pattern adds to its hash; see :func:`sepc_torch.kernels.tables.hashed`."""
-    x = (word.to(tl.int64) & 0xFFFFFFFF) + (w.to(tl.int64) << 32)
-    for _ in tl.static_range(2):
-        x *= _MULTIPLIER
-        x = x ^ ((x >> 32) & 0xFFFFFFFF)
-    return tl.where(word != 0, x, 0)
-
-
-@triton.jit
-def _within(numbers, first, count, bound, wanted, lanes: tl.constexpr):
-    """How many of ``count`` ascending numbers, from ``first`` on, are within a bound; a round asks every lane for one.
-
-    After a round with a given step the answer is one of so many.
-    """
-    lane = tl.arange(0, lanes)
-    passed = first * 0
-    step = count // (lanes + 1) + 1
-    while step > 0:
-        at = passed[:, None] + (lane[None, :] + 1) * step - 1
-        asked = wanted[:, None] & (at < count)
-        found = tl.load(numbers + first[:, None] + at, mask=asked, other=float("inf")).to(bound.dtype)
-        passed += tl.sum((asked & (found <= bound[:, None])).to(tl.int32), axis=1) * step
-        step = tl.where(step == 1, 0, (step + lanes) // (lanes + 1))
-    return passed
-
-
-@triton.jit
-def _reached(tables, k, c, bound, wanted, classes, double: tl.constexpr, lanes: tl.constexpr):
-    """Training points of class c within a distance of ellipsoid k."""
-    size = tl.load(tables + _SIZE)
-    passed = _within(_numbers(tables, _REACH, double), (k * classes + c) * size, size, bound, wanted, lanes)
-    return tl.load(_section(tables, _RANKS) + c * (size + 1) + passed, mask=wanted, other=0)
-
-
-@triton.jit
-def _expanded(
-    tables, k, label, bound, wanted, classes, merged: tl.constexpr, double: tl.constexpr, lanes: tl.constexpr
-):
-    """Points of the ellipsoid's own class within a distance of it, and the sum over all classes."""
-    if merged:
-        size = classes * tl.load(tables + _SIZE)
-        passed = _within(_numbers(tables, _MERGED, double), k * size, size, bound, wanted, lanes)
-        passed += k * (size + 1)
-        number = tl.load(_section(tables, _MERGED_OWN) + passed, mask=wanted, other=0)
-        products = tl.load(_long(tables, _MERGED_SUMS) + passed, mask=wanted, other=0)
-    else:
-        number = k * 0
-        products = number.to(tl.int64)
-        for c in range(classes):
-            found = _reached(tables, k, k * 0 + c, bound, wanted, classes, double, lanes)
-            number = tl.where(label == c, found, number)
-            products += found.to(tl.int64) * tl.load(_section(tables, _TOTALS) + c)
-    return number, products
-
-
-@triton.jit
-def _known_cell(tables, pattern, row, rows, key, several, width, lanes: tl.constexpr):
-    """The cell with the same pattern as each row that lies in several ellipsoids, or -1."""
-    cell = row * 0 - 1
-    slots, keys, words = _section(tables, _SLOTS), _long(tables, _KEYS), _section(tables, _PATTERNS)
-    cells, slot_mask = tl.load(tables + _CELLS), tl.load(tables + _SLOT_MASK)
-    for probe in range(tl.load(tables + _PROBES)):
-        looking = several & (cell < 0)
-        found = tl.load(slots + ((key + probe) & slot_mask).to(tl.int32), mask=looking, other=-1)
-        known = tl.load(keys + found, mask=found >= 0, other=0)
-        cell = tl.where((found >= 0) & (known == key), found, cell)
-    differ = tl.zeros([row.shape[0], lanes], tl.int32)
-    for begin in tl.range(0, width, lanes, loop_unroll_factor=4 if lanes == 1 else 1):
-        w = (begin + tl.arange(0, lanes))[None, :]
-        asked = (cell >= 0)[:, None] & (w < width)
-        seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
-        mine = tl.load(pattern + w * rows + row[:, None], mask=asked, other=0)
-        differ |= (seen != mine).to(tl.int32)
-    return tl.where(tl.max(differ, axis=1) > 0, -1, cell)
-
-
-@triton.jit
-def _count_region(tables, pattern, chosen, rows, group, classes, width, chunk: tl.constexpr, ahead: tl.constexpr):
-    """Training points of some classes in all, and in any, of the ellipsoids that hold one row; 32 cells to a word."""
-    i = tl.arange(0, 32)
-    p = tl.arange(0, chunk)
-    members, counts = _section(tables, _MEMBERS), _section(tables, _CELL_COUNTS)
-    cell_words = tl.load(tables + _CELL_WORDS)
-    everywhere = tl.zeros([chunk, group.shape[0]], tl.int32)
-    anywhere = tl.zeros([chunk, group.shape[0]], tl.int32)
-    for begin in range(0, cell_words, chunk):
-        here = begin + p < cell_words
-        every = tl.full([chunk], -1, tl.int32)
-        some = tl.zeros([chunk], tl.int32)
-        for w in range(0, width, 32):
-            mine = tl.load(pattern + (w + i) * rows + chosen, mask=w + i < width, other=0)
-            number = tl.sum((mine != 0).to(tl.int32), axis=0)
-            while number > 0:
-                which = tl.min(tl.where(mine != 0, i, 32), axis=0)
-                word = tl.sum(tl.where(i == which, mine, 0), axis=0)
-                mine = tl.where(i == which, 0, mine)
-                number -= 1
-                while word != 0:
-                    nth = (w + which) * 32 + _lowest_bit(word)
-                    word = word & (word - 1)
-                    has = tl.load(members + nth * cell_words + begin + p, mask=here, other=0)
-                    every, some = every & has, some | has
-        # Every word gives up its cells, the lowest first.
-        most_left = tl.max((some != 0).to(tl.int32), axis=0)
-        while most_left > 0:
-            for _ in tl.static_range(ahead):
-                bit = _lowest_bit(some)
-                found = tl.load(
-                    counts + ((begin + p) * 32 + bit)[:, None] * classes + group[None, :],
-                    mask=(some != 0)[:, None] & (group < classes)[None, :],
-                    other=0,
-                )
-                anywhere += found
-                everywhere += found * ((every >> bit) & 1)[:, None]
-                some = some & (some - 1)
-            most_left = tl.max((some != 0).to(tl.int32), axis=0)
-    return tl.sum(everywhere, axis=0), tl.sum(anywhere, axis=0)
-
-
-@triton.jit
-def _count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, ellipsoids, double: tl.constexpr):
-    """The fewest and the most points of some classes in the expansions of the ellipsoids equally near to one row."""
-    i = tl.arange(0, 32)
-    fewest = tl.full([group.shape[0]], 2147483647, tl.int32)
-    greatest = tl.zeros([group.shape[0]], tl.int32)
-    for begin in range(0, ellipsoids, 32):
-        column = begin + i
-        near = tl.load(nearness + column * rows + chosen, mask=column < ellipsoids, other=float("inf"))
-        equal = (near <= bound) & (column < ellipsoids)
-        number = tl.sum(equal.to(tl.int32), axis=0)
-        while number > 0:
-            nth = tl.min(tl.where(equal, column, ellipsoids), axis=0)
-            reached_by = tl.load(distance + nth * rows + chosen) * LIMIT + tl.zeros([group.shape[0]], bound.dtype)
-            found = _reached(tables, nth, group, reached_by, group < classes, classes, double, 1)
-            fewest, greatest = tl.minimum(fewest, found), tl.maximum(greatest, found)
-            equal = equal & (column != nth)
-            number -= 1
-    return fewest, greatest
-
-
-@triton.jit
 def _class_distances(tables, distance, chosen, rows, group, classes, chunk: tl.constexpr):
     """Distance of one row to the nearest ellipsoid of some classes; infinite for a class without one."""
-    starts = _section(tables, _STARTS)
+    starts = section(tables, STARTS)
     begin = tl.load(starts + group, mask=group < classes, other=0)
     end = tl.load(starts + group + 1, mask=group < classes, other=0)
     p = tl.arange(0, chunk)
@@ -265,7 +94,7 @@ def _class_distances(tables, distance, chosen, rows, group, classes, chunk: tl.c
 @triton.jit
 def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.constexpr):
     """Distance of rows to the nearest ellipsoid of a class, each of its own."""
-    starts = _section(tables, _STARTS)
+    starts = section(tables, STARTS)
     begin = tl.load(starts + label, mask=wanted, other=0)
     end = tl.load(starts + label + 1, mask=wanted, other=0)
     near = tl.full([row.shape[0], lanes], float("inf"), distance.dtype.element_ty)
@@ -274,6 +103,65 @@ def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.con
         found = tl.load(distance + k * rows + row[:, None], mask=k < end[:, None], other=float("inf"))
         near = tl.minimum(near, ordered(found))
     return tl.min(near, axis=1)
+
+
+@triton.jit
+def _majority(
+    tables, distance, nearness, pattern, chosen, rows, is_tied, tied_within, judged, ellipsoids, classes,
+    double: tl.constexpr, class_chunk: tl.constexpr, chunk: tl.constexpr, ahead: tl.constexpr,
+):  # fmt: skip
+    """The majority of the points in all ellipsoids of one row, else of those in any, else the nearest class of a tie.
+
+    Returns its class and points, the sum over classes, whether it is that in all, and the points of class ``judged``.
+    """
+    number_type: tl.constexpr = distance.dtype.element_ty
+    largest: tl.constexpr = 1.7976931348623157e308 if number_type == tl.float64 else 3.4028234663852886e38
+    most, most_number, most_class = -1, 0, 0
+    most_any, any_class = -1, 0
+    closest = tl.min(tl.full([class_chunk], float("inf"), number_type), axis=0)
+    sum_all, sum_any = chosen.to(tl.int64) * 0, chosen.to(tl.int64) * 0
+    judged_all, judged_any = 0, 0
+    for begin in range(0, classes, class_chunk):
+        group = begin + tl.arange(0, class_chunk)
+        present = group < classes
+        if is_tied:
+            in_all, in_any = count_tied(
+                tables, distance, nearness, chosen, rows, group, tied_within, classes, ellipsoids, double
+            )
+        else:
+            in_all, in_any = count_region(tables, pattern, chosen, rows, group, classes, ellipsoids, chunk, ahead)
+        total = tl.load(section(tables, TOTALS) + group, mask=present, other=0).to(tl.int64)
+        sum_all += tl.sum(tl.where(present, in_all, 0).to(tl.int64) * total, axis=0)
+        sum_any += tl.sum(tl.where(present, in_any, 0).to(tl.int64) * total, axis=0)
+        judged_all += tl.sum(tl.where(group == judged, in_all, 0), axis=0)
+        judged_any += tl.sum(tl.where(group == judged, in_any, 0), axis=0)
+
+        in_all = tl.where(present, in_all, -1)
+        top = tl.max(in_all, axis=0)
+        number = tl.sum((in_all == top).to(tl.int32), axis=0)
+        most_number = tl.where(top > most, number, tl.where(top == most, most_number + number, most_number))
+        top_class = tl.min(tl.where(in_all == top, group, _LARGEST_INT), axis=0)
+        most_class = tl.where(top > most, top_class, most_class)
+        most = tl.maximum(most, top)
+
+        in_any = tl.where(present, in_any, -1)
+        top = tl.max(in_any, axis=0)
+        number = tl.sum((in_any == top).to(tl.int32), axis=0)
+        # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
+        close = tl.zeros([class_chunk], number_type)
+        if (classes > class_chunk) | ((number > 1) & (most_number != 1)):
+            close = _class_distances(tables, distance, chosen, rows, group, classes, chunk)
+        close = tl.where(in_any == top, tl.minimum(close, largest), float("inf"))
+        top_close = tl.min(close, axis=0)
+        top_class = tl.min(tl.where(close == top_close, group, _LARGEST_INT), axis=0)
+        closer = (top > most_any) | ((top == most_any) & (top_close < closest))
+        any_class, closest = tl.where(closer, top_class, any_class), tl.where(closer, top_close, closest)
+        most_any = tl.maximum(most_any, top)
+    unique = most_number == 1
+    return (
+        tl.where(unique, most_class, any_class), tl.where(unique, most, most_any), tl.where(unique, sum_all, sum_any),
+        unique, tl.where(unique, judged_all, judged_any),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -308,9 +196,7 @@ def decide(
     """
     tile: tl.constexpr = live.shape[0]
     number_type: tl.constexpr = distance.dtype.element_ty
-    double_result: tl.constexpr = number_type == tl.float64
-    tiny: tl.constexpr = 2.2250738585072014e-308 if double_result else 1.1754943508222875e-38
-    largest: tl.constexpr = 1.7976931348623157e308 if double_result else 3.4028234663852886e38
+    tiny: tl.constexpr = 2.0**-1022 if number_type == tl.float64 else 2.0**-126
     # Lanes of a search; for rare rows, words of cells to take at once, and cells to ask for before looking at one.
     askers: tl.constexpr = 32 if lanes >= 32 else lanes
     chunk: tl.constexpr = 32 if lanes >= 32 else 16
@@ -318,10 +204,10 @@ def decide(
     t = tl.arange(0, tile)
     row = begin + t
     lane = tl.arange(0, lanes)
-    ellipsoids, classes = tl.load(tables + _ELLIPSOIDS), tl.load(tables + _CLASSES)
+    ellipsoids, classes = tl.load(tables + ELLIPSOIDS), tl.load(tables + CLASSES)
     width = (ellipsoids + 31) // 32
     pattern = (distance + ellipsoids * rows).to(tl.pointer_type(tl.int32))
-    codes = _section(tables, _CODES)
+    codes = section(tables, CODES)
     zero = row * 0
 
     # Membership as bits, the nearest and the second nearest, and the nearest of another class than the nearest's.
@@ -331,7 +217,7 @@ def decide(
     other, other_class = unset, none
     least_near, second_near, place_near = unset, unset, none
     finite = none
-    held_by, first = zero, zero + 2147483647
+    held_by, first = zero, zero + _LARGEST_INT
     key = zero.to(tl.int64)
     # A word at a time, or as many words as there are lanes for.
     span: tl.constexpr = lanes if lanes > 32 else 32
@@ -355,17 +241,17 @@ def decide(
                     n = ordered(tl.load(nearness + k * rows + row[:, None], mask=wanted, other=float("inf")))
                     least_near, place_near, second_near = two_least(n, k, least_near, place_near, second_near)
         tl.store(pattern + w[None, :] * rows + row[:, None], word, mask=live[:, None] & (w < width)[None, :])
-        lowest = tl.where(word != 0, w[None, :] * 32 + _lowest_bit(word), 2147483647)
+        lowest = tl.where(word != 0, w[None, :] * 32 + lowest_bit(word), _LARGEST_INT)
         first = tl.minimum(first, tl.min(lowest, axis=1))
-        held_by += tl.sum(_bits(word), axis=1)
-        key += tl.sum(_hashed(word, w[None, :]), axis=1)
+        held_by += tl.sum(bits_of(word), axis=1)
+        key += tl.sum(hashed(word, w[None, :]), axis=1)
     # What the lanes found, together.
     nearest, best, next_best = _of_lanes(least, place, second)
     best_class = tl.load(codes + nearest, mask=live, other=0)
     elsewhere = tl.where(least_class == best_class[:, None], other, least)
     its_class = tl.where(least_class == best_class[:, None], other_class, least_class)
     next_distance = tl.min(elsewhere, axis=1)
-    next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, 2147483647), axis=1)
+    next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, _LARGEST_INT), axis=1)
     bad = tl.max(finite, axis=1) == 0
     outside, single, several = held_by == 0, live & (held_by == 1), live & (held_by > 1)
     least_outside, second_outside = best, next_best
@@ -381,27 +267,27 @@ def decide(
     # A line of the tables, for rows in one ellipsoid and in a pattern that is known.
     cell = zero - 1
     if tl.max(several.to(tl.int32), axis=0) > 0:
-        cell = _known_cell(tables, pattern, row, rows, key, several, width, askers)
+        cell = known_cell(tables, pattern, row, rows, key, several, width, askers)
     listed = single | (cell >= 0)
     line = tl.where(single, first, ellipsoids + cell)
-    verdict = tl.load(_section(tables, _VERDICTS) + line, mask=listed, other=0)
+    verdict = tl.load(section(tables, VERDICTS) + line, mask=listed, other=0)
     label = tl.where(listed, verdict >> 1, tl.load(codes + nearest, mask=live, other=0))
     by_all = (verdict & 1) == 1
-    counts = _section(tables, _COUNTS)
+    counts = section(tables, COUNTS)
     number = tl.load(counts + line * classes + label, mask=listed, other=0)
-    products = tl.load(_long(tables, _SUMS) + line, mask=listed, other=0)
+    products = tl.load(long_section(tables, SUMS) + line, mask=listed, other=0)
 
     # Outside: the nearest, expanded.
     bound = nearest_distance * LIMIT
-    reached, their_products = _expanded(tables, nearest, label, bound, lonely, classes, merged, double, askers)
-    number = tl.where(lonely, reached, number)
-    products = tl.where(lonely, their_products, products)
+    near_number, near_products = expanded(tables, nearest, label, bound, lonely, classes, merged, double, askers)
+    number = tl.where(lonely, near_number, number)
+    products = tl.where(lonely, near_products, products)
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
         their_number = tl.load(counts + line * classes + theirs, mask=listed, other=0)
-        their_number += _reached(tables, nearest, theirs, bound, lonely, classes, double, askers)
+        their_number += reached(tables, nearest, theirs, bound, lonely, classes, double, askers)
 
-    # One row after another: a majority of the points in all of its ellipsoids, else in any, else of the nearest class.
+    # The rest, one row after another.
     apart = (several & (cell < 0)) | tied
     left = tl.sum(apart.to(tl.int32), axis=0)
     while left > 0:
@@ -413,55 +299,16 @@ def decide(
         judged = 0
         if judging:
             judged = tl.sum(tl.where(here, theirs, 0), axis=0)
-        most, most_number, most_class = -1, 0, 0
-        most_any, any_number, any_class = -1, 0, 0
-        closest = tl.min(tl.min(unset, axis=1), axis=0)
-        sum_all, sum_any = left.to(tl.int64) * 0, left.to(tl.int64) * 0
-        judged_all, judged_any = 0, 0
-        for begin_class in range(0, classes, class_chunk):
-            group = begin_class + tl.arange(0, class_chunk)
-            if is_tied:
-                in_all, in_any = _count_tied(
-                    tables, distance, nearness, chosen, rows, group, tied_within, classes, ellipsoids, double
-                )
-            else:
-                in_all, in_any = _count_region(tables, pattern, chosen, rows, group, classes, width, chunk, ahead)
-            present = group < classes
-            total = tl.load(_section(tables, _TOTALS) + group, mask=present, other=0).to(tl.int64)
-            sum_all += tl.sum(tl.where(present, in_all, 0).to(tl.int64) * total, axis=0)
-            sum_any += tl.sum(tl.where(present, in_any, 0).to(tl.int64) * total, axis=0)
-            judged_all += tl.sum(tl.where(group == judged, in_all, 0), axis=0)
-            judged_any += tl.sum(tl.where(group == judged, in_any, 0), axis=0)
-            in_all, in_any = tl.where(present, in_all, -1), tl.where(present, in_any, -1)
-            top = tl.max(in_all, axis=0)
-            top_number = tl.sum((in_all == top).to(tl.int32), axis=0)
-            top_class = tl.min(tl.where(in_all == top, group, 2147483647), axis=0)
-            most_number = tl.where(top > most, top_number, tl.where(top == most, most_number + top_number, most_number))
-            most_class = tl.where(top > most, top_class, most_class)
-            most = tl.maximum(most, top)
-            top = tl.max(in_any, axis=0)
-            top_number = tl.sum((in_any == top).to(tl.int32), axis=0)
-            # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
-            close = tl.zeros([class_chunk], number_type)
-            if (classes > class_chunk) | ((top_number > 1) & (most_number != 1)):
-                close = _class_distances(tables, distance, chosen, rows, group, classes, chunk)
-            close = tl.where(in_any == top, tl.minimum(close, largest), float("inf"))
-            top_close = tl.min(close, axis=0)
-            top_class = tl.min(tl.where(close == top_close, group, 2147483647), axis=0)
-            closer_class = (top > most_any) | ((top == most_any) & (top_close < closest))
-            any_number = tl.where(
-                top > most_any, top_number, tl.where(top == most_any, any_number + top_number, any_number)
-            )
-            any_class = tl.where(closer_class, top_class, any_class)
-            closest = tl.where(closer_class, top_close, closest)
-            most_any = tl.maximum(most_any, top)
-        unique = most_number == 1
-        label = tl.where(here, tl.where(unique, most_class, any_class), label)
-        number = tl.where(here, tl.where(unique, most, most_any), number)
-        products = tl.where(here, tl.where(unique, sum_all, sum_any), products)
+        its_label, its_number, its_products, unique, judged_number = _majority(
+            tables, distance, nearness, pattern, chosen, rows, is_tied, tied_within, judged, ellipsoids, classes,
+            double, class_chunk, chunk, ahead,
+        )  # fmt: skip
+        label = tl.where(here, its_label, label)
+        number = tl.where(here, its_number, number)
+        products = tl.where(here, its_products, products)
         by_all = tl.where(here, unique, by_all)
         if judging:
-            their_number = tl.where(here, tl.where(unique, judged_all, judged_any), their_number)
+            their_number = tl.where(here, judged_number, their_number)
         apart = apart & ~here
         left -= 1
 
@@ -471,12 +318,12 @@ def decide(
     floats += row
     tl.store(ints, tl.where(bad, -1, label).to(tl.int64), mask=live)
     tl.store(ints + stride, rule.to(tl.int64), mask=live)
-    tl.store(ints + 2 * stride, tl.load(_section(tables, _ORDER) + nearest, mask=live, other=0).to(tl.int64), mask=live)
+    tl.store(ints + 2 * stride, tl.load(section(tables, ORDER) + nearest, mask=live, other=0).to(tl.int64), mask=live)
     tl.store(floats + stride, nearest_distance, mask=live)
     for judged_one in tl.static_range(2 if judging else 1):
         if judged_one == 1:
             label, number = theirs, their_number
-        total = tl.load(_section(tables, _TOTALS) + label, mask=live, other=0)
+        total = tl.load(section(tables, TOTALS) + label, mask=live, other=0)
         trust = _trust(number, total, products)
         own = tl.where(label == best_class, best, next_distance)
         farther = live & (label != best_class) & (label != next_class)

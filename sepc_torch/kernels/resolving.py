@@ -27,7 +27,7 @@ _REGISTERS = 64
 # at the first, at most.
 _MOST_LANES = 256
 _MOST_CLASSES = 32
-_AHEAD = 16
+_AHEAD = 8
 
 
 # Compiled once for all sizes: a batch of another size should not wait for a compiler.

@@ -34,7 +34,7 @@ _ALIGNED = 4
 # What a table of words begins with: sizes, and where its sections begin.
 SIZES = ("ellipsoids", "classes", "cells", "cell_words", "size", "slot_mask", "probes")
 SECTIONS = (
-    "codes", "order", "starts", "totals", "words", "keys", "slots", "members", "cell_counts",
+    "codes", "order", "starts", "totals", "patterns", "keys", "slots", "members", "cell_counts",
     "counts", "sums", "verdicts", "reach", "ranks", "merged", "merged_sums", "merged_own",
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
 
     - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before;
     - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
-    - ``words`` (W, P), ``keys`` (P,) int64: the patterns of the cells, and their hashes;
+    - ``patterns`` (W, P), ``keys`` (P,) int64: the cells as words of bits, one for every ellipsoid, and their hashes;
     - ``slots`` (S,): the cell at each place of the hash table, S a power of two; -1 where there is none;
     - ``members`` (K, ceil(P / 32)): ellipsoids as words of bits, one for every cell they hold;
     - ``cell_counts`` (P, C): training points of each class in every cell;
@@ -125,7 +125,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
         "order": order.int(),
         "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
         "totals": totals.int(),
-        "words": torch.from_numpy(words).T.contiguous().to(device),
+        "patterns": torch.from_numpy(words).T.contiguous().to(device),
         "keys": torch.from_numpy(keys).to(device),
         "slots": torch.from_numpy(slots).to(device),
         "members": torch.from_numpy(members).to(device),

@@ -1,0 +1,120 @@
+"""What the kernels look up: patterns are found by their hash, and every line says what the general path counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ellipsoid_models import model_of
+
+from sepc_torch.kernels.tables import SECTIONS, SIZES, hash_table, hashed, laid_out, packed, rule_tables
+
+Rng = np.random.Generator
+
+
+def test_patterns_are_packed_bit_by_bit(rng: Rng) -> None:
+    cells = rng.random((20, 70)) < 0.4
+    words = packed(cells)
+    assert words.shape == (20, 3)
+    assert (((words[:, np.arange(70) // 32] >> (np.arange(70) % 32)) & 1) == cells).all()
+
+
+@pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 40), (500, 40), (3000, 12)])
+def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int) -> None:
+    """From its own place on, within the number of probes promised, and before an empty slot."""
+    words = packed(np.unique(rng.random((count, width)) < 0.5, axis=0))
+    keys = hashed(words)
+    assert len(np.unique(keys)) == len(words)
+    rows = rng.permutation(len(words))
+    slots, probes = hash_table(keys, rows)
+    assert np.array_equal(np.sort(slots[slots >= 0]), np.arange(len(words)))
+    for row in rows:
+        reached = slots[(keys[row] + np.arange(probes)) & (len(slots) - 1)]
+        place = np.flatnonzero(reached == row)[0]
+        assert (reached[:place] >= 0).all()
+    assert probes < 40
+
+
+def test_tables_know_the_training_set(rng: Rng) -> None:
+    """In order of the classes; the counts of a cell's region are those of the general path."""
+    sepc = model_of(rng, 20, 2, 4, mixed=True)
+    sizes, tables = laid_out(sepc.training_counts, sepc.totals)
+    assert (sizes["ellipsoids"], sizes["classes"], sizes["cells"]) == (20, 4, len(sepc.cells))
+    order, codes, starts = tables["order"].long(), tables["codes"], tables["starts"]
+    assert torch.equal(codes.long(), sepc.codes[order])
+    assert (codes.diff() >= 0).all()
+    for c in range(4):
+        assert (codes[starts[c] : starts[c + 1]] == c).all()
+    assert int(starts[-1]) == 20
+    cells = sepc.cells[:, order]
+    assert torch.equal(tables["patterns"].T.contiguous(), torch.from_numpy(packed(cells.numpy())))
+    assert torch.equal(tables["members"], torch.from_numpy(packed(cells.T.numpy())))
+    assert torch.equal(tables["counts"][:20].long(), sepc.held[order])
+    listed = set(tables["slots"].tolist())
+    for p in range(len(cells)):
+        own = cells[p]
+        narrow = sepc.counts[cells[:, own].all(dim=1)].sum(dim=0)
+        wide = sepc.counts[cells[:, own].any(dim=1)].sum(dim=0)
+        by_all = int((narrow == narrow.max()).sum()) == 1
+        vouching = narrow if by_all else wide
+        tied = int((vouching == vouching.max()).sum()) > 1
+        assert (p in listed) == (int(own.sum()) > 1 and not tied)
+        if p in listed:
+            assert torch.equal(tables["counts"][20 + p].long(), vouching)
+            assert int(tables["verdicts"][20 + p]) == 2 * int(vouching.argmax()) + by_all
+            assert int(tables["sums"][20 + p]) == int((vouching * sepc.totals).sum())
+
+
+def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:
+    """How many points of the own class are within a distance, and the sum over classes, at and between the entries."""
+    sepc = model_of(rng, 12, 2, 4, mixed=True, dtype=torch.float64)
+    training = sepc.training_counts
+    _, tables = laid_out(training, sepc.totals)
+    for k, before in enumerate(tables["order"].tolist()):
+        distances = training.reach[before].flatten()
+        middle = torch.tensor([0.0, float(distances.median()) * 1.01, 1e300])
+        for within in torch.cat([distances[:20], middle.double()]):
+            passed = (training.reach[before] <= within).sum(dim=1)
+            reached = torch.nn.functional.pad(training.ranks, (1, 0)).gather(1, passed[:, None])[:, 0]
+            place = int(torch.searchsorted(tables["merged"][k], within, right=True))
+            assert int(tables["merged_own"][k, place]) == int(reached[training.codes[before]])
+            assert int(tables["merged_sums"][k, place]) == int((reached * sepc.totals).sum())
+
+
+def test_tables_are_one_after_another(rng: Rng) -> None:
+    """A kernel finds sizes and sections by what the words begin with, each at a multiple of sixteen bytes."""
+    sepc = model_of(rng, 7, 2, 3)
+    sizes, sections = laid_out(sepc.training_counts, sepc.totals)
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    header = dict(zip((*SIZES, *SECTIONS), tables.words.tolist(), strict=False))
+    assert {name: header[name] for name in SIZES} == sizes
+    for name in SECTIONS:
+        section = sections[name].contiguous().flatten()
+        found = tables.words[header[name] :][: section.numel() * section.element_size() // 4]
+        assert header[name] % 4 == 0
+        assert torch.equal(found.view(section.dtype), section)
+    assert tables.merged
+    assert not tables.double
+
+
+def test_large_tables_are_not_merged(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    sepc = model_of(rng, 7, 2, 3)
+    monkeypatch.setattr("sepc_torch.kernels.tables._MOST_MERGED", sepc.reach.numel() - 1)
+    tables = rule_tables(sepc.training_counts, sepc.totals)
+    assert not tables.merged
+    assert "merged" not in laid_out(sepc.training_counts, sepc.totals)[1]
+
+
+def test_counts_do_not_depend_on_precision(rng: Rng) -> None:
+    """Thousands of points in a cell, which bfloat16 and TF32 would round."""
+    sepc = model_of(rng, 20, 2, 4)
+    training = sepc.training_counts._replace(counts=sepc.counts * 1001)
+    _, wanted = laid_out(training, sepc.totals)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        _, found = laid_out(training, sepc.totals)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.equal(found["counts"], wanted["counts"])
+    assert not (wanted["counts"][20:] % 1001).any()
