@@ -39,6 +39,7 @@ import torch
 from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
 from panel_data import LEAST_CLASSES, Case, Rows, clinc_case, fashion_case, paper_tables, table_case, tables
+from peer_names import PEERS
 from pictures import save_figure
 from resampling import resampled_aurc, resampled_auroc
 from torch import Tensor
@@ -51,26 +52,6 @@ SEEDS = 5
 RESAMPLES = 400
 RISK, DELTA = 0.05, 0.1
 
-# What the peers are called in the tables; the last two are ours without a partition.
-PEERS = {
-    "max_softmax": "max softmax",
-    "scaled_softmax": "softmax, scaled",
-    "entropy": "entropy",
-    "max_logit": "max logit",
-    "energy": "energy",
-    "gen": "GEN",
-    "mahalanobis": "Mahalanobis",
-    "relative_mahalanobis": "relative Mahalanobis",
-    "mahalanobis++": "Mahalanobis++",
-    "relative_mahalanobis++": "relative Mahalanobis++",
-    "gaussians": "Gaussian per class",
-    "knn": "kNN",
-    "trust_score": "TrustScore",
-    "trust_score_1": "TrustScore, first neighbour",
-    "vim": "ViM",
-    "ellipsoid_distance": "one ellipsoid, distance",
-    "ellipsoid_ratio": "one ellipsoid, ratio",
-}
 OURS = {"mistakes": "confidence", "unknowns": "strangeness", "both": "joint", "calibration": "confidence"}
 Scores = dict[str, dict[str, Tensor]]
 # How to make a case, with what, and the seeds to run it with.

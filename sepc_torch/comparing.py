@@ -30,7 +30,7 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 _BATCH = 8192
 
 # The names of baselines, for people.
-_TITLES = {
+TITLES = {
     "max_softmax": "max softmax",
     "scaled_softmax": "scaled softmax",
     "entropy": "entropy",
@@ -354,7 +354,7 @@ def _plain_scores(
     for name, values in found.items():
         known, unknown = values[: len(test.z)], values[len(test.z) :]
         pair = (known, unknown) if ood is not None and (logits_ood is not None or name in _WITHOUT_LOGITS) else None
-        scores.append(_Score(_TITLES[name], known, name in _PROBABILITIES, pair, pair))
+        scores.append(_Score(TITLES[name], known, name in _PROBABILITIES, pair, pair))
     return scores
 
 

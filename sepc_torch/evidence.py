@@ -13,7 +13,7 @@ and the distance to the nearest training point, as embeddings are and with every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,13 @@ class Evidence(nn.Module):
         """The same points in the other coordinates; they follow from the rest, so no file holds them."""
         points = self.white(self.witnesses.points)
         self.white_witnesses = Neighbours(points, torch.zeros_like(self.witnesses.codes), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Evidence:
+        before = self.witnesses.offsets.dtype
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.witnesses.offsets.dtype != before:
+            self._whiten_witnesses()
+        return moved
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Evidence:

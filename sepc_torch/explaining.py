@@ -36,8 +36,11 @@ class Explanation:
         d = self.details
         lines = [f"label {d['label']!r}, trust {d['trust']:.3f}, because {d['reason']} (rule {d['rule']})"]
         for e in d["ellipsoids"]:
-            held = ", ".join(f"{n} of {label!r}" for label, n in e["holds"].items() if n)
-            lines.append(f"  ellipsoid {e['index']} of {e['label']!r} at distance {e['distance']:.3f} holds {held}")
+            held = ", ".join(f"{n} of class {label!r}" for label, n in e["holds"].items() if n) or "none"
+            lines.append(
+                f"  ellipsoid {e['index']} of class {e['label']!r} at distance {e['distance']:.3f} "
+                f"holds training points: {held}"
+            )
         lines.append(f"  trust: {d['arithmetic']}")
         if d["runner_up"] is not None:
             lines.append(

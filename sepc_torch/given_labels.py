@@ -34,6 +34,8 @@ def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> N
     """A clear error for logits that do not fit; no value is looked at."""
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}; use torch.as_tensor(logits).")
+    if logits.dtype == torch.bool or logits.is_complex():
+        raise TypeError(f"logits must be numbers, got {logits.dtype}; labels that are known go into labels=.")
     if logits.shape != shape:
         raise ValueError(f"logits must have shape {shape}, a column for each class, got {tuple(logits.shape)}.")
     if logits.device != device:

@@ -227,6 +227,12 @@ class TrustHead(nn.Module):
         if self.evidence is None or self.calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
+        if logits is not None and self._knows_own_labels_only and not torch.compiler.is_compiling():
+            warnings.warn(
+                "This head was calibrated without logits and knows nothing of the network's labels: their confidence "
+                "and joint score are NaN, and none is accepted. Calibrate with logits, or judge without them.",
+                stacklevel=5,  # torch's call of a module stands between
+            )
         index = label.clamp_min(0)
         facts = self.evidence(z, index)
         bad = bad | facts.support.isnan().any(dim=1)
@@ -239,6 +245,11 @@ class TrustHead(nn.Module):
             joint=torch.where(refused, 0.0, found.joint),
             accept=found.accept & ~refused,
         )
+
+    @property
+    def _knows_own_labels_only(self) -> bool:
+        """Whether it was calibrated without logits."""
+        return self.calibration is not None and self.calibration.done and not self.calibration.network.done
 
     def warmup(self, *rows: int) -> float:
         """Judge random embeddings, so that the first request finds kernels compiled and memory taken.
@@ -256,7 +267,8 @@ class TrustHead(nn.Module):
 
         def judge(z: Tensor) -> None:
             self(z)
-            self(z, logits=z.new_zeros(z.shape[0], len(self.classes)))
+            if not self._knows_own_labels_only:
+                self(z, logits=z.new_zeros(z.shape[0], len(self.classes)))
 
         return warm_up(judge, self.projection.matrix.new_empty(0, self.in_features), rows)
 
@@ -372,6 +384,8 @@ class TrustHead(nn.Module):
         evidence = Evidence.from_tensors(part("evidence.")) if "evidence.polar.shift" in tensors else None
         head = cls(projection, SEPC.from_tensors(part("sepc."), metadata["sepc"]), evidence)
         if head.calibration is not None:
+            if projection.matrix.dtype == torch.float64:
+                head.calibration.double()
             resize_buffers(head.calibration, part("calibration."), "")
             head.calibration.load_state_dict(part("calibration."))
         return head.to(device)

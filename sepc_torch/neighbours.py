@@ -2,6 +2,7 @@ r"""The distance to the nearest training point of every class, among points that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,13 @@ class Neighbours(nn.Module):
         offset = z.detach().to(dtype) - self.origin.to(dtype)
         points, half_squares = self.offsets.to(dtype), self.half_squares.to(dtype)
         return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
+        before = self.offsets.dtype
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.offsets.dtype != before:
+            self._derive()  # in the digits of the new dtype, as reading them from a file would
+        return moved
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:

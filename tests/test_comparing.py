@@ -14,7 +14,7 @@ import torch
 import sepc_torch
 from sepc_torch import Comparison, TrustHead, compare, metrics
 from sepc_torch.baselines import baseline_scores
-from sepc_torch.comparing import _TITLES, _classes_of, _given, _Wanted
+from sepc_torch.comparing import TITLES, _classes_of, _given, _Wanted
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -100,8 +100,8 @@ def test_numbers_are_those_of_the_metrics(case: Case) -> None:
         baseline_scores(z, y, torch.from_numpy(a), torch.from_numpy(b), logits, calibration)
         for a, b in ((test_z, test_logits), (case.ood, case.ood_logits))
     )
-    scores |= {_TITLES[name]: ((near[name],), *2 * [(near[name], unknown[name])]) for name in near}
-    assert set(near) == set(_TITLES)
+    scores |= {TITLES[name]: ((near[name],), *2 * [(near[name], unknown[name])]) for name in near}
+    assert set(near) == set(TITLES)
     assert [row["score"] for row in found.rows] == list(scores)
 
     flags = torch.arange(2 * len(right)) >= len(right)

@@ -259,8 +259,13 @@ def test_sizes_that_do_not_fit(rng: Rng) -> None:
         TrustHead.fit(x, y, dim=20)
     with pytest.raises(ValueError, match="do not vary"):
         TrustHead.fit(np.ones((40, 3)), np.repeat([0, 1], 20), normalize=None, dim=2)
+    head, z = TrustHead.fit(x, y, dim=3), torch.from_numpy(x).float()
     with pytest.raises(ValueError, match="logits hold NaN"):
-        TrustHead.fit(x, y, dim=3)(torch.from_numpy(x).float(), logits=torch.full((400, 3), torch.nan))
+        head(z, logits=torch.full((400, 3), torch.nan))
+    with pytest.raises(
+        TypeError, match=r"logits must be numbers, got torch.bool; labels that are known go into labels="
+    ):
+        head(z, logits=torch.ones(400, 3, dtype=torch.bool))
     y[:2] = 9
     with pytest.warns(UserWarning, match="smallest class has 2 points, so embeddings are projected on 1 dimensions"):
         TrustHead.fit(x, y)

@@ -220,7 +220,8 @@ def test_calibrating_again_forgets_the_first_time(rng: Rng) -> None:
     own = head(z)
     head.accept_at(risk=0.3)
     head.calibrate(x[:50] + 1.0, labels[:50])
-    assert not same(head(z, logits=scores), once)
+    with pytest.warns(UserWarning, match="calibrated without logits"):
+        assert not same(head(z, logits=scores), once)
     assert same(head.calibrate(x, labels, logits, seed=5)(z, logits=scores), once)
     other = head.calibrate(x, labels, logits, seed=6)(z, logits=scores)
     assert not torch.equal(other.joint, once.joint)
@@ -234,7 +235,9 @@ def test_without_logits_the_own_view_judges(rng: Rng) -> None:
     head.calibrate(x, labels)
     alone = head(z)
     assert alone.joint.isfinite().all()
-    unknown = head(z, logits=scores)
+    with pytest.warns(UserWarning, match="calibrated without logits"):
+        unknown = head(z, logits=scores)
+    head.warmup(1)  # without a warning
     head.calibrate(x, labels, logits)
     assert same(head(z), alone), "the own labels are judged as before"
     assert head(z, logits=scores).accept.any()
@@ -315,12 +318,27 @@ def test_files_keep_every_bit(rng: Rng, tmp_path: Path, with_logits: bool, witne
     granted = head.accept_at(risk=0.3)
     head.save(tmp_path / "head.safetensors")
     again = TrustHead.load(tmp_path / "head.safetensors")
-    z, scores = batch(x), torch.from_numpy(logits)
+    z, scores = batch(x), torch.from_numpy(logits) if with_logits else None
     assert same(again(z), head(z))
     assert same(again(z, logits=scores), head(z, logits=scores))
     # What was ranked is kept: another wish gives the same answer.
     assert str(again.accept_at(risk=0.3)) == str(granted)
     assert again.accept_at(flag_rate=0.2) == head.accept_at(flag_rate=0.2)
+    assert same(again(z, logits=scores), head(z, logits=scores))
+
+
+def test_files_keep_float64(rng: Rng, tmp_path: Path) -> None:
+    head = fit(rng)
+    x, labels, logits = draw(rng, 200)
+    head = head.double().calibrate(x, labels, logits).double()
+    head.save(tmp_path / "head.safetensors")
+    again = TrustHead.load(tmp_path / "head.safetensors")
+    saved, read = head.state_dict(), again.state_dict()
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            assert read[name].dtype == value.dtype, name
+            assert torch.equal(read[name], value), name
+    z, scores = torch.from_numpy(x), torch.from_numpy(logits)
     assert same(again(z, logits=scores), head(z, logits=scores))
 
 

@@ -211,6 +211,7 @@ def test_explain(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
         assert repr(d["label"]) in text
         assert d["rule"] in text
         assert "runner-up" in text
+    assert "of class" in str(found[3]).splitlines()[1]
     assert str(sepc.explain(z, 3)) == str(found[3])
     assert str(sepc.explain(z[3])) == str(found[3])
     assert str(sepc.explain(z, -1)) == str(found[-1])
