@@ -197,8 +197,8 @@ class TrustHead(nn.Module):
     def forward(self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> HeadPrediction:
         """Judge a batch of embeddings (B, D), and the network's labels for them where given as logits or as indices.
 
-        On CUDA nothing waits for the device with ``nan_policy="flag"``, so a CUDA graph can hold the call. To raise,
-        values must be looked at, and ``labels`` always are: those wait.
+        On CUDA nothing waits for the device with ``nan_policy="flag"`` and ``nearest="mahalanobis"``, so a CUDA graph
+        can hold the call. To raise, values must be looked at, and ``labels`` always are: those wait.
         """
         if logits is not None and labels is not None:
             raise ValueError("Give logits or labels, not both: each says what the network predicted.")
