@@ -148,10 +148,13 @@ def _euclidean_distances(
     out = z.new_zeros(len(z), len(centers))
     index = wanted.nonzero().squeeze(1)
     rows = rows_per_piece(z, 4 * centers.numel())
-    e = semi_axes[:, None, :]
+    # In units of a power of two about the longest axis, which rounds nothing, and lets squares overflow much later.
+    largest = semi_axes.amax(dim=1)
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)[:, None]
+    e = (semi_axes / unit)[:, None, :]
     with full_precision(z):
         for piece in index.split(rows):
-            y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs()
+            y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs() / unit.unsqueeze(2)
             t = (e * y - e * e).amax(dim=2).clamp_min(0)
             outside = (y / e).square().sum(dim=2) > 1
             for _ in range(_SECULAR_STEPS):
@@ -163,8 +166,9 @@ def _euclidean_distances(
                 if bool((ahead <= t * (1 + 4 * torch.finfo(t.dtype).eps)).all()):
                     break
                 t = ahead
-            distance = torch.linalg.vector_norm(t.unsqueeze(2) * y / (e * e + t.unsqueeze(2)), dim=2)
-            out[piece] = torch.where(outside, distance, 0).T
+            distance = torch.linalg.vector_norm(t.unsqueeze(2) * y / (e * e + t.unsqueeze(2)), dim=2) * unit
+            # Of lengths that overflow nothing is known but that they are long.
+            out[piece] = torch.where(outside, torch.where(distance.isnan(), torch.inf, distance), 0).T
     return out
 
 

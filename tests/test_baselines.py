@@ -84,7 +84,7 @@ LEARNT: dict[str, Score] = {
     "relative": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y).score(test, predicted),
     "relative++": lambda z, y, test, predicted: RelativeMahalanobis.fit(z, y, unit_length=True).score(test, predicted),
     "gaussians": lambda z, y, test, predicted: Gaussians.fit(z, y).score(test, predicted),
-    "knn": lambda z, y, test, predicted: NearestNeighbours.fit(z, y, k=min(50, int(y.bincount().min()))).score(test),
+    "knn": lambda z, y, test, predicted: NearestNeighbours.fit(z, y).score(test),
     "trust_score": lambda z, y, test, predicted: TrustScore.fit(z, y).score(test, predicted),
     "trust_score_filtered": lambda z, y, test, predicted: TrustScore.fit(z, y, alpha=0.2).score(test, predicted),
     "ellipsoid_distance": lambda z, y, test, predicted: OneEllipsoid.fit(z, y, tol=1e-9).distance(test, predicted),
@@ -206,6 +206,11 @@ def test_neighbours_by_brute_force(k: int, data: Data, monkeypatch: pytest.Monke
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
     monkeypatch.setattr(baselines.parts, "_ENTRIES", 1000)  # a few rows at a time
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
+
+
+@pytest.mark.parametrize(("points", "k"), [(3, 1), (1400, 1), (1600, 2), (50_000, 50)])
+def test_neighbours_in_proportion(points: int, k: int) -> None:
+    assert NearestNeighbours.fit(torch.ones(points, 1), torch.zeros(points, dtype=torch.int64)).k == k
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5])

@@ -93,7 +93,7 @@ def test_decisions_compile_for_a_gpu(
     integers = {"given": "*i64", "tables": "*i32", "ints": "*i64", "rows": "i32", "stride": "i32"}
     constants = {
         "euclidean": euclidean, "judging": judging, "merged": merged, "double": number == "fp64",
-        "tile": tile, "lanes": lanes, "unroll": 2 if lanes == 1 else 1, "class_chunk": 4,
+        "tile": tile, "lanes": lanes, "unroll": 2 if lanes == 1 else 1, "class_chunk": 4, "_layout": 0,
     }  # fmt: skip
     types = {name: "constexpr" if name in constants else f"*{number}" for name in _resolve.arg_names} | integers
     source = ASTSource(_resolve, types, constants)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ellipsoid_models import model_of
 
+from sepc_torch.kernels import tables
 from sepc_torch.kernels.tables import SECTIONS, SIZES, hash_table, hashed, laid_out, packed, rule_tables
 
 Rng = np.random.Generator
@@ -95,6 +96,27 @@ def test_tables_are_one_after_another(rng: Rng) -> None:
         assert torch.equal(found.view(section.dtype), section)
     assert tables.merged
     assert not tables.double
+
+
+@pytest.mark.parametrize(("count", "classes", "points"), [(1, 2, 8), (40, 3, 300), (7, 30, 200), (90, 2, 2000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("most_merged", [0, 2**24])
+def test_no_table_is_larger_than_foreseen(
+    rng: Rng,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    classes: int,
+    points: int,
+    dtype: torch.dtype,
+    most_merged: int,
+) -> None:
+    monkeypatch.setattr(tables, "_MOST_MERGED", most_merged)
+    sepc = model_of(rng, count, 2, classes, points=points, dtype=dtype)
+    foreseen = tables._words(sepc.training_counts)
+    assert len(rule_tables(sepc.training_counts, sepc.totals).words) <= foreseen
+    assert tables.addressable(sepc.training_counts)
+    huge = torch.empty(2**15, 2**8, 2**8, device="meta")
+    assert not tables.addressable(sepc.training_counts._replace(reach=huge))
 
 
 def test_large_tables_are_not_merged(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:

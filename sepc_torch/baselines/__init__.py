@@ -76,9 +76,7 @@ def baseline_scores(
         found[f"mahalanobis{suffix}"] = relative.within.score(test_z)
         found[f"relative_mahalanobis{suffix}"] = found[f"mahalanobis{suffix}"] - relative.background.score(test_z)
     found["gaussians"] = Gaussians.fit(train_z, train_y).score(test_z)
-    # The authors' 50 neighbours would lie in other classes where a class has fewer.
-    smallest = int(train_y.bincount().min())
-    found["knn"] = NearestNeighbours.fit(train_z, train_y, k=min(50, smallest)).score(test_z)
+    found["knn"] = NearestNeighbours.fit(train_z, train_y).score(test_z)
     found["trust_score"] = TrustScore.fit(train_z, train_y).score(test_z, predicted)
     if train_logits is not None:
         found["vim"] = ViM.fit(train_z, train_logits, classifier=classifier).score(test_z, test_logits)

@@ -14,8 +14,16 @@ _FIRST_TRITON = (3, 2)
 
 
 def available(like: Tensor) -> bool:
-    """Whether kernels can run where a tensor is: on CUDA, with a Triton that has what they are written in."""
-    return like.is_cuda and find_spec("triton") is not None and triton_version() >= _FIRST_TRITON
+    """Whether kernels can run where a tensor is: on a CUDA device, with a Triton that has what they are written in.
+
+    To torch an AMD device is one of CUDA too; these kernels were never run there.
+    """
+    return (
+        like.is_cuda
+        and torch.version.hip is None
+        and find_spec("triton") is not None
+        and triton_version() >= _FIRST_TRITON
+    )
 
 
 def triton_version() -> tuple[int, int]:

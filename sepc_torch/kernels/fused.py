@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.kernels.launching import Launcher, aligned
+from sepc_torch.kernels.launching import Launcher, aligned, int_kind
 from sepc_torch.kernels.splitting import TOP, Split, block_size
 from sepc_torch.shapes import Float
 
@@ -137,7 +137,8 @@ def launch_into(out: Tensor, z: Tensor, origin: Float[Tensor, "D"], bank: Split,
     row_stride, column_stride = z.stride()
     _launch(
         (-(-points // shape.rows), -(-count // shape.group), 1),
-        (z.dtype, aligned(z), aligned(origin), aligned(out), dim, row_stride, column_stride, row == 1, column == 1),
+        (z.dtype, aligned(z), aligned(origin), aligned(out), dim, int_kind(row_stride), int_kind(column_stride),
+         int_kind(row), int_kind(column)),
         (z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
          bank.reach, points, count, dim, row_stride, column_stride, row, column),
         (TOP, block, padded // block, shape.rows, shape.group),

@@ -76,7 +76,7 @@ def judge(
     if bank is None:
         raise ValueError("These ellipsoids were not laid out in float32.")
     coarse = coarse if screening else None
-    if not torch.compiler.is_compiling():  # handing over two dozen tensors takes longer than a small batch
+    if not torch.compiler.is_compiling():  # handing over so many tensors takes longer than a small batch
         return _in_pieces(z, given, origin, bank, coarse, tables)
     rounded, relative = ([], 0.0) if coarse is None else (list(coarse[:-1]), coarse.relative)
     return _judge(z, given, origin, list(bank[:-1]), bank.reach, rounded, relative, *tables)
@@ -189,13 +189,12 @@ def _decide_pieces(
     with on_device(distance):
         for start in range(0, len(distance), rows):
             piece = slice(start, start + rows)
-            by_class = [None if d is None else d[piece].T[counts.order] for d in (distance, nearness)]
+            numbers = distance[piece]
+            room = launches.room_for(distance.shape[1], len(numbers), distance)
+            torch.index_select(numbers.T, 0, counts.order, out=room[: distance.shape[1]])
+            near = None if nearness is None else nearness[piece].T.index_select(0, counts.order)
             labels = None if given is None else given[piece]
-            assert by_class[0] is not None
-            room = launches.room_for(*by_class[0].shape, distance)
-            room[: len(by_class[0])] = by_class[0]
-            nearer = None if by_class[1] is None else by_class[1].contiguous()
-            launches.resolve(room, nearer, labels, counts, ints[:, piece], floats[:, piece])
+            launches.resolve(room, near, labels, counts, ints[:, piece], floats[:, piece])
     return ints, floats
 
 

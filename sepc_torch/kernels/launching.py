@@ -46,7 +46,7 @@ class Launcher:
             like: All that Triton would look at in the arguments: types, alignment, sizes it makes variants for.
             arguments: What changes with every launch, in the order of the kernel's parameters; the first is a tensor.
             constants: What the kernel was compiled with, in the same order, after them.
-            options: Warps and stages.
+            options: Warps, stages and registers.
         """
         device = arguments[0].get_device()
         key = (device, like, constants, *options.values())
@@ -62,3 +62,12 @@ class Launcher:
 def aligned(tensor: Tensor) -> bool:
     """Whether a tensor begins where Triton may load sixteen bytes at once."""
     return tensor.data_ptr() % 16 == 0
+
+
+def int_kind(number: int) -> tuple[bool, bool, bool]:
+    """What Triton distinguishes in an integer: one, whole multiples of sixteen, and what needs 64 bits.
+
+    >>> int_kind(1), int_kind(48), int_kind(2**40 + 1)
+    ((True, False, False), (False, True, False), (False, False, True))
+    """
+    return number == 1, number % 16 == 0, number >= 2**31

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
+
 import triton
 import triton.language as tl
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels.tables import MULTIPLIER, SECTIONS, SIZES
+from sepc_torch.rules import NEAREST_TIE, Rule
 
 LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
+# A number for all that kernels take from Python's globals. Triton before 3.5 keeps compiled kernels by their source
+# alone, and would run an old one with a new layout; so kernels take this as an argument that they do not use.
+LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
 
 
 def _at(name: str) -> tl.constexpr:
@@ -79,7 +85,7 @@ def hashed(word, w):
 def _within(numbers, first, count, bound, wanted, lanes: tl.constexpr):
     """How many of ``count`` ascending numbers, from ``first`` on, are within a bound; a round asks every lane for one.
 
-    After a round with a given step the answer is one of so many.
+    After every round the answer is at least ``passed`` and less than ``passed + step``.
     """
     lane = tl.arange(0, lanes)
     passed = first * 0

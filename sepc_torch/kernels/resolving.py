@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.kernels.deciding import decide
-from sepc_torch.kernels.launching import Launcher, aligned
+from sepc_torch.kernels.launching import Launcher, aligned, int_kind
+from sepc_torch.kernels.lookup import LAYOUT
 from sepc_torch.kernels.splitting import power_of_two
 from sepc_torch.kernels.tables import WORD, RuleTables
 from sepc_torch.shapes import Float, Int
 
-# With so many rows a thread takes each; fewer rows have a warp each.
+# From so many rows on a thread takes each, below a warp: with few ellipsoids, and with more of them.
 _FEW_ELLIPSOIDS = 128
 _MANY_ROWS = 2**12
 _MOST_ROWS = 2**15
@@ -35,7 +36,7 @@ _AHEAD = 8
 def _resolve(
     distance, nearness, given, tables, ints, floats, rows, stride,
     euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr,
-    tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, class_chunk: tl.constexpr,
+    tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, class_chunk: tl.constexpr, _layout: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * tile
     live = begin + tl.arange(0, tile) < rows
@@ -71,10 +72,11 @@ def resolve(
     shape = _program_shape(rows, ellipsoids, tables.starts.shape[0] - 1)
     _launch(
         (-(-rows // shape.tile), 1, 1),
-        (room.dtype, None if given is None else (given.dtype, aligned(given)), aligned(ints), aligned(floats)),
+        (room.dtype, None if given is None else (given.dtype, aligned(given)), aligned(ints), aligned(floats),
+         int_kind(ints.stride(0))),
         (room, room if nearness is None else nearness, tables.words if given is None else given, tables.words,
          ints, floats, rows, ints.stride(0)),
-        (nearness is not None, given is not None, tables.merged, tables.double, *shape),
+        (nearness is not None, given is not None, tables.merged, tables.double, *shape, LAYOUT),
         num_warps=1, maxnreg=_REGISTERS if shape.tile > 1 and room.dtype == torch.float32 else None,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sepc_torch.kernels.bounds import Screen
 from sepc_torch.kernels.deciding import two_least
 from sepc_torch.kernels.fused import program_shape, tile_distance, tile_size
-from sepc_torch.kernels.lookup import LIMIT
+from sepc_torch.kernels.lookup import LAYOUT, LIMIT
 from sepc_torch.kernels.resolving import room_for
 from sepc_torch.kernels.splitting import TOP, Split
 from sepc_torch.rules import NEAREST_TIE
@@ -74,6 +74,7 @@ def _select(
     estimate, norms, slope, offset, given, starts, upper, lists, used,
     rows, classes,
     relative: tl.constexpr, slack: tl.constexpr, judging: tl.constexpr, tile: tl.constexpr, apart: tl.constexpr,
+    _layout: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     live = row < rows
@@ -182,7 +183,7 @@ def screened(
     _select[(-(-points // _ROWS),)](
         out, room[classes], coarse.slope, coarse.offset, starts if given is None else given, starts, room, lists, used,
         points, classes,
-        relative=coarse.relative, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART,
+        relative=coarse.relative, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART, _layout=LAYOUT,
         num_warps=_WARPS,
     )  # fmt: skip
     shape = program_shape(points, count, blocks=1)

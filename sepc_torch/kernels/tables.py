@@ -26,7 +26,7 @@ WORD = 32
 MULTIPLIER = 0x2545F4914F6CDD1D
 # Slots for each pattern: with so many free, few patterns need a second look.
 _ROOM = 4
-# Entries of the merged distances, of 16 bytes: above, a kernel searches the classes one after another.
+# Entries of the merged distances, of 16 or 20 bytes: above, a kernel searches the classes one after another.
 _MOST_MERGED = 2**24
 # Sections begin at multiples of so many words, so that they hold numbers of any size.
 _ALIGNED = 4
@@ -77,7 +77,8 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
 def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The sizes and the sections of the tables; integers are int32 unless said otherwise.
 
-    - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before;
+    - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before; of
+      exactly equal distances the first in this order is the nearest;
     - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
     - ``patterns`` (W, P), ``keys`` (P,) int64: the cells as words of bits, one for every ellipsoid, and their hashes;
     - ``slots`` (S,): the cell at each place of the hash table, S a power of two; -1 where there is none;
@@ -155,10 +156,19 @@ def _merged(
 
 def addressable(training: TrainingCounts) -> bool:
     """Whether 32-bit addresses reach every word of the tables."""
-    entries = training.reach.numel() * training.reach.element_size() // 4
-    merged = min(training.reach.numel(), _MOST_MERGED) * 6
-    cells, counts = training.cells.numel(), training.counts.numel()
-    return entries + merged + cells // 8 + 4 * counts + 16 * sum(training.cells.shape) < 2**30
+    return _words(training) < 2**31
+
+
+def _words(training: TrainingCounts) -> int:
+    """How many words the tables have, at most."""
+    ellipsoids, classes, size = training.reach.shape
+    cells, entries, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
+    merged = (wide + 3) * entries + 3 * ellipsoids if entries <= _MOST_MERGED else 0
+    patterns = 2 * (ellipsoids // WORD + 1) * (cells // WORD + 1) * WORD
+    counts = classes * (2 * cells + ellipsoids + size + 3)
+    # Codes, order, sums and verdicts; keys and slots, at most eight to a cell; the header and the gaps.
+    others = 5 * ellipsoids + 13 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
+    return wide * entries + merged + patterns + counts + others
 
 
 def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
