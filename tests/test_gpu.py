@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def model(rng: np.random.Generator) -> tuple[SEPC, torch.Tensor]:
     labels = rng.integers(0, 4, 2000)
-    x = rng.normal(size=(2000, 6)) + 1.5 * rng.normal(size=(4, 6))[labels] + 20.0
+    # Classes so near to each other that every rule is met, the rarest some fifty times.
+    x = rng.normal(size=(2000, 6)) + 0.8 * rng.normal(size=(4, 6))[labels] + 20.0
     sepc = SEPC.from_partition(partition(x, labels, max_impure=5))
     z = np.concatenate([x, 20.0 + 3.0 * rng.normal(size=(20_000, 6))])
     return sepc, torch.from_numpy(z).float()
