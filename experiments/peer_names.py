@@ -4,4 +4,7 @@ from __future__ import annotations
 
 from sepc_torch.comparing import TITLES
 
-PEERS = TITLES | {"trust_score_1": f"{TITLES['trust_score']}, first neighbour"}
+PEERS = TITLES | {
+    "trust_score_1": f"{TITLES['trust_score']}, first neighbour",
+    "knn_50": f"{TITLES['knn']}, 50 neighbours",
+}

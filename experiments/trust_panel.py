@@ -45,7 +45,7 @@ from resampling import resampled_aurc, resampled_auroc
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.baselines import TrustScore, baseline_scores
+from sepc_torch.baselines import NearestNeighbours, TrustScore, baseline_scores
 from sepc_torch.metrics import aurc, ece, naurc, scod_aurc, unknown_auroc
 
 SEEDS = 5
@@ -77,6 +77,7 @@ def peer_scores(case: Case) -> Scores:
     calibration = tensor(case.calibration.logits).double(), tensor(case.calibration.y)
     found = baseline_scores(train, labels, z, logits, tensor(case.train.logits), calibration, classifier)
     found["trust_score_1"] = TrustScore.fit(train, labels, neighbour=1).score(z, logits.argmax(dim=1))
+    found["knn_50"] = NearestNeighbours.fit(train, labels, k=min(50, int(labels.bincount().min()))).score(z)
     sizes = [len(rows.y) for rows in parts.values()]
     return {name: dict(zip(parts, score.split(sizes), strict=True)) for name, score in found.items()}
 
