@@ -277,21 +277,22 @@ def draw(results: list[dict[str, Any]]) -> None:
     wanted = {"letter, open": "left out", "fashion": "notmnist", "clinc150": "out of scope"}
     shown = {r["set"]: r["curves"] for r in results if r["curves"] is not None and r["set"] in wanted}
     styles = {
-        "max_softmax": ("max softmax", "#8a8a8a", "--"),
-        "trust_score": ("TrustScore", "#e69f00", "-."),
-        "mahalanobis++": ("Mahalanobis++", "#009e73", ":"),
-        "gaussians": ("Gaussian per class", "#cc79a7", (0, (3, 1, 1, 1, 1, 1))),
-        "confidence": ("SEP-C confidence", "#0072b2", "-"),
-        "joint": ("SEP-C joint", "#d55e00", "-"),
+        "max_softmax": ("#8a8a8a", "--"),
+        "trust_score": ("#e69f00", "-."),
+        "mahalanobis++": ("#009e73", ":"),
+        "gaussians": ("#cc79a7", (0, (3, 1, 1, 1, 1, 1))),
+        "confidence": ("#0072b2", "-"),
+        "joint": ("#d55e00", "-"),
     }
+    titles = PEERS | {"confidence": "SEP-C confidence", "joint": "SEP-C joint"}
     figure, axes = plt.subplots(2, len(shown), figsize=(4.1 * len(shown), 7), squeeze=False, layout="constrained")
     for column, (name, found) in enumerate(shown.items()):
         for row, lines in enumerate((found["mistakes"], found["both"][wanted[name]])):
             ax = axes[row, column]
-            for score, (label, color, style) in styles.items():
+            for score, (color, style) in styles.items():
                 if score == ("joint", "confidence")[row]:
                     continue
-                ax.plot(found["coverage"], lines[score], color=color, ls=style, lw=2, label=label)
+                ax.plot(found["coverage"], lines[score], color=color, ls=style, lw=2, label=titles[score])
             ax.set(xlabel="coverage", xlim=(0, 1), ylim=(0, None))
             ax.grid(alpha=0.3)
             unknown = f"mistakes and unknowns ({wanted[name]})"

@@ -205,6 +205,11 @@ class Calibration(nn.Module):
         """Whether there was a calibration."""
         return self.own.done
 
+    @property
+    def without_logits(self) -> bool:
+        """Whether there was one that knew no logits, and says nothing of the network's labels."""
+        return self.own.done and not self.network.done
+
     def fit(
         self,
         facts: Mapping[str, Facts],

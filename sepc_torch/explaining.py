@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sepc_torch.bank import EllipsoidBank
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.prediction import Prediction
 from sepc_torch.rules import Rule, TrainingCounts
 from sepc_torch.shapes import Float, Int
 from sepc_torch.trust import posterior
@@ -62,7 +63,20 @@ class Described(NamedTuple):
     feature_names: tuple[str, ...] | None
 
 
-def explain(
+def explain_rows(
+    model: Described,
+    z: Float[Tensor, "B D"],
+    distance: Float[Tensor, "B K"],
+    counts: Int[Tensor, "B C"],
+    prediction: Prediction,
+) -> list[Explanation]:
+    """Explain every prediction of a batch."""
+    numbers = zip(*(field.tolist() for field in prediction), strict=True)
+    fields = (dict(zip(prediction._fields, row, strict=True)) for row in numbers)
+    return [_explain(model, *row) for row in zip(z, distance, counts, fields, strict=True)]
+
+
+def _explain(
     model: Described,
     z: Float[Tensor, "D"],
     distance: Float[Tensor, "K"],

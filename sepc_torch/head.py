@@ -227,7 +227,7 @@ class TrustHead(nn.Module):
         if self.evidence is None or self.calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
-        if logits is not None and self._knows_own_labels_only and not torch.compiler.is_compiling():
+        if logits is not None and self.calibration.without_logits and not torch.compiler.is_compiling():
             warnings.warn(
                 "This head was calibrated without logits and knows nothing of the network's labels: their confidence "
                 "and joint score are NaN, and none is accepted. Calibrate with logits, or judge without them.",
@@ -246,11 +246,6 @@ class TrustHead(nn.Module):
             accept=found.accept & ~refused,
         )
 
-    @property
-    def _knows_own_labels_only(self) -> bool:
-        """Whether it was calibrated without logits."""
-        return self.calibration is not None and self.calibration.done and not self.calibration.network.done
-
     def warmup(self, *rows: int) -> float:
         """Judge random embeddings, so that the first request finds kernels compiled and memory taken.
 
@@ -268,7 +263,7 @@ class TrustHead(nn.Module):
 
         def judge(z: Tensor) -> None:
             self(z)
-            if not self._knows_own_labels_only:
+            if self.calibration is None or not self.calibration.without_logits:
                 self(z, logits=z.new_zeros(z.shape[0], len(self.classes)))
 
         return warm_up(judge, self.projection.matrix.new_empty(0, self.in_features), rows)

@@ -14,7 +14,7 @@ from sepc_torch import ops, storage
 from sepc_torch.bank import EllipsoidBank
 from sepc_torch.buffers import at_least_float32, resize_buffers
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.explaining import Described, Explanation, explain
+from sepc_torch.explaining import Described, Explanation, explain_rows
 from sepc_torch.given_labels import class_indices, points_as_tensor, refuse_bad
 from sepc_torch.inputs import check_choice
 from sepc_torch.kernels import Kernel, available
@@ -317,18 +317,8 @@ class SEPC(nn.Module):
         bad = bad_rows(distance)
         if bool(bad.any()):
             raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
-        out = self._verdict(distance, found, found.label)
         model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
-        rows = [
-            explain(
-                model,
-                points[row],
-                distance[row],
-                found.counts[row],
-                {name: field[row].item() for name, field in out._asdict().items()},
-            )
-            for row in range(len(points))
-        ]
+        rows = explain_rows(model, points, distance, found.counts, self._verdict(distance, found, found.label))
         return rows[0] if i is not None else rows
 
     def as_tensor(self, z: Any) -> Tensor:

@@ -187,9 +187,9 @@ def test_without_logits_of_unknown_rows_some_cells_are_empty(case: Case) -> None
     for name in ("unknown_auroc", "fpr95"):
         assert row(found, "SEP-C")[name] == row(full, "SEP-C")[name], "strangeness needs no logits"
     assert math.isnan(row(found, "SEP-C")["scod_aurc"])
-    for score in ("SEP-C joint", "paper's trust", "energy", "trust score (Jiang)", "one ellipsoid, ratio"):
+    for score in ("SEP-C joint", "paper's trust", "energy", "TrustScore", "one ellipsoid, ratio"):
         assert math.isnan(row(found, score)["unknown_auroc"])
-    for score in ("Mahalanobis", "relative Mahalanobis++", "Gaussians (DDU)", "k-NN (Sun)"):
+    for score in ("Mahalanobis", "relative Mahalanobis++", "Gaussian per class", "k-NN (Sun)"):
         assert row(found, score) == pytest.approx(row(full, score), nan_ok=True)
     assert "only with logits_ood" in str(found)
     assert "only with logits_ood" not in str(full)
