@@ -11,7 +11,9 @@ distances in three TF32 products.
     python experiments/bench_gpu.py --only exact,compile    # measure these parts anew
 
 Times are medians on the device, caches emptied and output allocated anew in each call, for the whole
-``EllipsoidBank.forward`` and ``SEPC.forward``; ``wait`` is what a caller waits for the result, Python included.
+``EllipsoidBank.forward`` and ``SEPC.forward``. A forward and its distances are replayed from CUDA graphs: a device that
+waits for Python between the kernels of a small batch would be timed waiting (``called`` is what events around calls
+say). ``wait`` is what a caller waits for the result, Python included.
 ``floor`` is the time that the chip would need for the three float16 products of the blocks visited,
 at the rate that one large float16 product reaches in the same run, or for reading the points and writing the distances
 once, whichever is more. Models are synthetic (synthetic_models.py).
@@ -34,7 +36,17 @@ from typing import Any
 
 import torch
 from gpu_peers import compare, what_they_are
-from gpu_timing import ceilings, floor_ms, in_turns, is_heavy, milliseconds, peak_bytes, tflops, waits
+from gpu_timing import (
+    ceilings,
+    floor_ms,
+    in_turns,
+    is_heavy,
+    milliseconds,
+    on_the_device,
+    peak_bytes,
+    tflops,
+    waits,
+)
 from harness import RESULTS, arguments, environment, write_results
 from synthetic_models import Synthetic, synthetic
 from torch import Tensor
@@ -129,9 +141,12 @@ def forward_at(model: Synthetic, rows: int, seed: int) -> dict[str, Any]:
     count, dim = model.centers.shape
     z = model.points(rows, seed + 1)
     bank, sepc = model.bank("triton"), model.sepc("triton")
-    distances_ms, forward_ms = in_turns([lambda: bank(z), lambda: sepc(z)], is_heavy(rows, count, dim))
+    both: list[Callable[[], Any]] = [lambda: bank(z), lambda: sepc(z)]
+    heavy = is_heavy(rows, count, dim)
+    distances_ms, forward_ms = on_the_device(both, heavy)
+    distances_called, forward_called = in_turns(both, heavy)
     most = peak_bytes(lambda: sepc(z))
-    distances_wait, forward_wait = waits([lambda: bank(z), lambda: sepc(z)], 20 if rows > FEW_ROWS else 200)
+    distances_wait, forward_wait = waits(both, 20 if rows > FEW_ROWS else 200)
     row = {
         "rows": rows,
         "ellipsoids": count,
@@ -141,6 +156,8 @@ def forward_at(model: Synthetic, rows: int, seed: int) -> dict[str, Any]:
         "distances_ms": distances_ms,
         "forward_ms": forward_ms,
         "ratio": forward_ms / distances_ms,
+        "distances_called_ms": distances_called,
+        "forward_called_ms": forward_called,
         "distances_wait_ms": distances_wait,
         "forward_wait_ms": forward_wait,
         "wait_ratio": forward_wait / distances_wait,
@@ -304,19 +321,12 @@ def graphs(seed: int, smoke: bool) -> dict[str, Any]:
         z = model.points(rows, seed + 1)
         sepc.warmup(rows)
         bank.warmup(rows)
-        replays = [captured(partial(bank, z)).replay, captured(partial(sepc, z)).replay]
-        times = in_turns([partial(bank, z), partial(sepc, z), *replays], heavy=False)
+        both: list[Callable[[], Any]] = [partial(bank, z), partial(sepc, z)]
+        times = in_turns(both, heavy=False) + on_the_device(both, heavy=False)
         names = ("distances_ms", "forward_ms", "distances_graph_ms", "forward_graph_ms")
         found.append({"rows": rows, "ellipsoids": 100, "dims": 32, **dict(zip(names, times, strict=True))})
         print(found[-1])
     return {"rows": found}
-
-
-def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
 
 
 def stored(where: dict[str, Any]) -> dict[str, Any]:

@@ -115,20 +115,20 @@ def decisions(rng: Rng) -> None:
 
 
 def known_patterns(rng: Rng) -> None:
-    """Patterns that a training point has are looked up: without the counts of single cells they are judged the same."""
+    """Patterns that a training point has are looked up: without the numbers of entries they are judged the same."""
     sepc = model_of(rng, 40, 2, 4, held=3.0)
     z = points_for(rng, sepc, 64, bad=False)
     distance = sepc.bank(z)
     inside = distance <= 1.0 + SURFACE_TOLERANCE
     kernels = kernels_of(sepc)
-    sizes, sections = tables.laid_out(sepc.training_counts, sepc.totals)
+    _, sections = tables.laid_out(sepc.training_counts, sepc.totals)
     listed = set(sections["slots"].tolist()) - {-1}
     cells = {tuple(cell): p for p, cell in enumerate(sepc.cells.tolist())}
     known = torch.tensor([cells.get(tuple(row)) in listed for row in inside.tolist()])
     assert 2 < int(known.sum()) < int((inside.sum(dim=1) > 1).sum())
     words = kernels.tables.words.clone()
-    place = int(words[len(tables.SIZES) + tables.SECTIONS.index("cell_counts")])
-    words[place : place + sizes["cells"] * sizes["classes"]] = 0
+    place = int(words[len(tables.SIZES) + tables.SECTIONS.index("numbers")])
+    words[place : place + sections["numbers"].numel()] = 0
     wiped = kernels._replace(tables=kernels.tables._replace(words=words))
     whole = judging.decide(distance, None, None, kernels)
     without = judging.decide(distance, None, None, wiped)

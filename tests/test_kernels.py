@@ -78,26 +78,47 @@ def test_in_the_interpreter(rng: Rng, check: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("number", "tile", "lanes", "euclidean", "judging", "merged"),
-    [("fp32", 32, 1, False, True, True), ("fp32", 1, 64, False, False, False), ("fp64", 32, 1, True, True, True)],
+    ("number", "rows", "ellipsoids", "euclidean", "judging", "merged"),
+    [
+        ("fp32", 2**20, 100, False, True, True),
+        ("fp32", 2**20, 1, False, False, True),
+        ("fp32", 1, 50, False, False, False),
+        ("fp64", 2**20, 20, True, True, True),
+    ],
 )
 def test_decisions_compile_for_a_gpu(
-    number: str, tile: int, lanes: int, euclidean: bool, judging: bool, merged: bool
+    number: str, rows: int, ellipsoids: int, euclidean: bool, judging: bool, merged: bool
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sepc_torch.kernels.resolving import _resolve
+    from sepc_torch.kernels import overlapping
+    from sepc_torch.kernels.resolving import _program_shape, _resolve
 
-    integers = {"given": "*i64", "tables": "*i32", "ints": "*i64", "rows": "i32", "stride": "i32"}
-    constants = {
+    shape = _program_shape(rows, ellipsoids, 4)._asdict()
+    options = {"num_warps": shape.pop("warps")}
+    integers = {"given": "*i64", "tables": "*i32", "ints": "*i64", "rows": "i32", "stride": "i32", "pages": "i32"}
+    constants = shape | {
         "euclidean": euclidean, "judging": judging, "merged": merged, "double": number == "fp64",
-        "tile": tile, "lanes": lanes, "unroll": 2 if lanes == 1 else 1, "class_chunk": 4, "_layout": 0,
+        "overlap": overlapping.wait_for_previous is not None, "_layout": 0,
     }  # fmt: skip
     types = {name: "constexpr" if name in constants else f"*{number}" for name in _resolve.arg_names} | integers
     source = ASTSource(_resolve, types, constants)
-    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["cubin"]
+    assert compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_overlap_where_the_chip_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sepc_torch.kernels import overlapping
+
+    chips = {0: (8, 0), 1: (9, 0), 2: (10, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", chips.__getitem__)
+    for version, wanted in (((3, 3), [False] * 4), ((3, 4), [False, False, True, True])):
+        monkeypatch.setattr(overlapping, "triton_version", lambda version=version: version)
+        overlapping.overlaps.cache_clear()
+        assert [overlapping.overlaps(device) for device in (-1, 0, 1, 2)] == wanted
+    overlapping.overlaps.cache_clear()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

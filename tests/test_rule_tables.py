@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from ellipsoid_models import model_of
 
 from sepc_torch.kernels import tables
-from sepc_torch.kernels.tables import SECTIONS, SIZES, hash_table, hashed, laid_out, packed, rule_tables
+from sepc_torch.kernels.tables import PAGE, SECTIONS, SIZES, entries, hash_table, hashed, laid_out, packed, rule_tables
+from sepc_torch.trust import bayes_trust
 
 Rng = np.random.Generator
 
@@ -49,9 +52,11 @@ def test_tables_know_the_training_set(rng: Rng) -> None:
     assert int(starts[-1]) == 20
     cells = sepc.cells[:, order]
     assert torch.equal(tables["patterns"].T.contiguous(), torch.from_numpy(packed(cells.numpy())))
-    assert torch.equal(tables["members"], torch.from_numpy(packed(cells.T.numpy())))
     assert torch.equal(tables["counts"][:20].long(), sepc.held[order])
-    listed = set(tables["slots"].tolist())
+    assert torch.equal(tables["trusts"][:20], bayes_trust(sepc.held[order], sepc.totals, codes.long()))
+    slots, keys = tables["slots"].numpy(), tables["keys"].numpy()
+    assert np.array_equal(keys[slots >= 0], hashed(packed(cells.numpy()))[slots[slots >= 0]])
+    listed = set(slots.tolist())
     for p in range(len(cells)):
         own = cells[p]
         narrow = sepc.counts[cells[:, own].all(dim=1)].sum(dim=0)
@@ -64,10 +69,32 @@ def test_tables_know_the_training_set(rng: Rng) -> None:
             assert torch.equal(tables["counts"][20 + p].long(), vouching)
             assert int(tables["verdicts"][20 + p]) == 2 * int(vouching.argmax()) + by_all
             assert int(tables["sums"][20 + p]) == int((vouching * sepc.totals).sum())
+            assert tables["trusts"][20 + p] == bayes_trust(vouching[None], sepc.totals, vouching.argmax()[None])
+
+
+def test_bits_count_the_points_in_all_and_in_any_of_some_ellipsoids(rng: Rng) -> None:
+    """Words of entries, with the digits of their numbers, sum to the counts of the cells."""
+    cells = rng.random((70, 9)) < 0.3
+    counts = rng.integers(0, 40, size=(70, 5)) * (rng.random((70, 5)) < 0.5)
+    counts[:, 3] = 0  # a class without a point
+    members, starts, numbers = entries(cells, counts)
+    assert members.shape[1] == numbers.shape[1] == starts[-1]
+    for held in ([0], [1, 4], [2, 3, 8]):
+        for words, wanted in (
+            (np.bitwise_and.reduce(members[held]), counts[cells[:, held].all(axis=1)].sum(axis=0)),
+            (np.bitwise_or.reduce(members[held]), counts[cells[:, held].any(axis=1)].sum(axis=0)),
+        ):
+            bits = (
+                np.unpackbits((words & numbers).view(np.uint8), axis=1)
+                .reshape(*numbers.shape, 32)
+                .sum(axis=2, dtype=int)
+            )
+            points = (bits * 2 ** np.arange(len(numbers))[:, None]).sum(axis=0)
+            assert [points[a:b].sum() for a, b in itertools.pairwise(starts)] == wanted.tolist()
 
 
 def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:
-    """How many points of the own class are within a distance, and the sum over classes, at and between the entries."""
+    """Trust in the own class by the points within a distance, and the sum over classes, at and between the entries."""
     sepc = model_of(rng, 12, 2, 4, mixed=True, dtype=torch.float64)
     training = sepc.training_counts
     _, tables = laid_out(training, sepc.totals)
@@ -78,7 +105,8 @@ def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:
             passed = (training.reach[before] <= within).sum(dim=1)
             reached = torch.nn.functional.pad(training.ranks, (1, 0)).gather(1, passed[:, None])[:, 0]
             place = int(torch.searchsorted(tables["merged"][k], within, right=True))
-            assert int(tables["merged_own"][k, place]) == int(reached[training.codes[before]])
+            trust = bayes_trust(reached[None], sepc.totals, training.codes[before][None])
+            assert tables["merged_trusts"][k, place] == trust
             assert int(tables["merged_sums"][k, place]) == int((reached * sepc.totals).sum())
 
 
@@ -94,6 +122,7 @@ def test_tables_are_one_after_another(rng: Rng) -> None:
         found = tables.words[header[name] :][: section.numel() * section.element_size() // 4]
         assert header[name] % 4 == 0
         assert torch.equal(found.view(section.dtype), section)
+    assert len(tables.words) % PAGE == 0
     assert tables.merged
     assert not tables.double
 

@@ -15,26 +15,27 @@ import triton
 import triton.language as tl
 
 from sepc_torch.kernels.lookup import (
-    CLASSES,
     CODES,
     COUNTS,
-    ELLIPSOIDS,
     LIMIT,
     ORDER,
     STARTS,
     SUMS,
     TOTALS,
+    TRUSTS,
     VERDICTS,
-    bits_of,
     count_region,
     count_tied,
     expanded,
     hashed,
-    known_cell,
-    long_section,
+    likely_cell,
     lowest_bit,
     reached,
+    same_pattern,
+    same_words,
     section,
+    section_of,
+    trust,
 )  # fmt: skip
 from sepc_torch.rules import NEAREST_TIE, Rule
 
@@ -77,14 +78,14 @@ def _other_class(x, c, least, least_class, other, other_class):
 
 
 @triton.jit
-def _class_distances(tables, distance, chosen, rows, group, classes, chunk: tl.constexpr):
+def _class_distances(tables, distance, chosen, rows, group, classes):
     """Distance of one row to the nearest ellipsoid of some classes; infinite for a class without one."""
     starts = section(tables, STARTS)
     begin = tl.load(starts + group, mask=group < classes, other=0)
     end = tl.load(starts + group + 1, mask=group < classes, other=0)
-    p = tl.arange(0, chunk)
-    near = tl.full([chunk, group.shape[0]], float("inf"), distance.dtype.element_ty)
-    for m in range(0, tl.max(end - begin, axis=0), chunk):
+    p = tl.arange(0, 16)
+    near = tl.full([16, group.shape[0]], float("inf"), distance.dtype.element_ty)
+    for m in range(0, tl.max(end - begin, axis=0), 16):
         k = begin[None, :] + m + p[:, None]
         found = tl.load(distance + k * rows + chosen, mask=k < end[None, :], other=float("inf"))
         near = tl.minimum(near, ordered(found))
@@ -107,12 +108,14 @@ def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.con
 
 @triton.jit
 def _majority(
-    tables, distance, nearness, pattern, chosen, rows, is_tied, tied_within, judged, ellipsoids, classes,
-    double: tl.constexpr, class_chunk: tl.constexpr, chunk: tl.constexpr, ahead: tl.constexpr,
+    tables, distance, nearness, pattern, words, chosen, rows, is_tied, tied_within, nearest_class, judged, ellipsoids,
+    classes, judging: tl.constexpr, kind: tl.constexpr, known: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr,
 ):  # fmt: skip
     """The majority of the points in all ellipsoids of one row, else of those in any, else the nearest class of a tie.
 
-    Returns its class and points, the sum over classes, whether it is that in all, and the points of class ``judged``.
+    ``nearest_class`` is that of the least distance; a tie that it is in, it wins. Returns the majority's class and
+    points, the sum over classes, whether it is that in all, and the points of class ``judged``.
     """
     number_type: tl.constexpr = distance.dtype.element_ty
     largest: tl.constexpr = 1.7976931348623157e308 if number_type == tl.float64 else 3.4028234663852886e38
@@ -126,15 +129,18 @@ def _majority(
         present = group < classes
         if is_tied:
             in_all, in_any = count_tied(
-                tables, distance, nearness, chosen, rows, group, tied_within, classes, ellipsoids, double
+                tables, distance, nearness, chosen, rows, group, tied_within, classes, ellipsoids, kind
             )
         else:
-            in_all, in_any = count_region(tables, pattern, chosen, rows, group, classes, ellipsoids, chunk, ahead)
+            in_all, in_any = count_region(
+                tables, pattern, words, chosen, rows, group, classes, ellipsoids, known, class_words
+            )
         total = tl.load(section(tables, TOTALS) + group, mask=present, other=0).to(tl.int64)
         sum_all += tl.sum(tl.where(present, in_all, 0).to(tl.int64) * total, axis=0)
         sum_any += tl.sum(tl.where(present, in_any, 0).to(tl.int64) * total, axis=0)
-        judged_all += tl.sum(tl.where(group == judged, in_all, 0), axis=0)
-        judged_any += tl.sum(tl.where(group == judged, in_any, 0), axis=0)
+        if judging:
+            judged_all += tl.sum(tl.where(group == judged, in_all, 0), axis=0)
+            judged_any += tl.sum(tl.where(group == judged, in_any, 0), axis=0)
 
         in_all = tl.where(present, in_all, -1)
         top = tl.max(in_all, axis=0)
@@ -148,9 +154,10 @@ def _majority(
         top = tl.max(in_any, axis=0)
         number = tl.sum((in_any == top).to(tl.int32), axis=0)
         # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
-        close = tl.zeros([class_chunk], number_type)
-        if (classes > class_chunk) | ((number > 1) & (most_number != 1)):
-            close = _class_distances(tables, distance, chosen, rows, group, classes, chunk)
+        close = tl.where(group == nearest_class, 0.0, largest).to(number_type)
+        has_nearest = tl.max(((in_any == top) & (group == nearest_class)).to(tl.int32), axis=0) > 0
+        if (classes > class_chunk) | ((number > 1) & (most_number != 1) & (not has_nearest)):
+            close = _class_distances(tables, distance, chosen, rows, group, classes)
         close = tl.where(in_any == top, tl.minimum(close, largest), float("inf"))
         top_close = tl.min(close, axis=0)
         top_class = tl.min(tl.where(close == top_close, group, _LARGEST_INT), axis=0)
@@ -165,11 +172,22 @@ def _majority(
 
 
 @triton.jit
-def _trust(number, total, sum_of_products):
-    """The share of one class, the point counted as its own, in the sum over all; in float64."""
-    own = (number + 1).to(tl.float64) * (total + 1).to(tl.float64)
-    others = (sum_of_products - number.to(tl.int64) * total.to(tl.int64)).to(tl.float64)
-    return own / (own + others)
+def _identified(word, w, key, first):
+    """The hash of patterns and their first bit, after the words w."""
+    lowest = tl.where(word != 0, w[None, :] * 32 + lowest_bit(word), _LARGEST_INT)
+    return key + tl.sum(hashed(word, w[None, :]), axis=1), tl.minimum(first, tl.min(lowest, axis=1))
+
+
+@triton.jit
+def _own_distance(
+    tables, distance, row, rows, label, best, best_class, next_distance, next_class, live, lanes: tl.constexpr
+):  # fmt: skip
+    """Distance of rows to their label's own class, which mostly is that of the nearest or the second."""
+    own = tl.where(label == best_class, best, next_distance)
+    farther = live & (label != best_class) & (label != next_class)
+    if tl.max(farther.to(tl.int32), axis=0) > 0:
+        own = tl.where(farther, _distance_to_class(tables, distance, row, rows, label, farther, lanes), own)
+    return own
 
 
 @triton.jit
@@ -186,9 +204,10 @@ def _margin(label, own, least, least_class, other, other_class, tiny: tl.constex
 
 @triton.jit
 def decide(
-    distance, nearness, given, tables, ints, floats, begin, live, rows, stride,
+    distance, nearness, given, tables, ints, floats, begin, live, rows, stride, ellipsoids, classes,
     euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr,
-    lanes: tl.constexpr, unroll: tl.constexpr, class_chunk: tl.constexpr,
+    lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr,
 ):  # fmt: skip
     """Decide for the rows of a tile, from ``begin`` on, into columns of results ``stride`` apart.
 
@@ -197,14 +216,13 @@ def decide(
     tile: tl.constexpr = live.shape[0]
     number_type: tl.constexpr = distance.dtype.element_ty
     tiny: tl.constexpr = 2.0**-1022 if number_type == tl.float64 else 2.0**-126
-    # Lanes of a search; for rare rows, words of cells to take at once, and cells to ask for before looking at one.
-    askers: tl.constexpr = 32 if lanes >= 32 else lanes
-    chunk: tl.constexpr = 32 if lanes >= 32 else 16
-    ahead: tl.constexpr = 4 if lanes >= 32 else 1
+    kind: tl.constexpr = tl.float64 if double else tl.float32
+    # Lanes that ask for words, and for numbers.
+    askers: tl.constexpr = 32 if lanes > 1 else 1
+    searchers: tl.constexpr = 128 if lanes > 1 else 1
     t = tl.arange(0, tile)
     row = begin + t
     lane = tl.arange(0, lanes)
-    ellipsoids, classes = tl.load(tables + ELLIPSOIDS), tl.load(tables + CLASSES)
     width = (ellipsoids + 31) // 32
     pattern = (distance + ellipsoids * rows).to(tl.pointer_type(tl.int32))
     codes = section(tables, CODES)
@@ -217,15 +235,16 @@ def decide(
     other, other_class = unset, none
     least_near, second_near, place_near = unset, unset, none
     finite = none
-    held_by, first = zero, zero + _LARGEST_INT
-    key = zero.to(tl.int64)
-    # A word at a time, or as many words as there are lanes for.
+    held_by = zero
+    # A word at a time, or as many words as there are lanes for. A whole pattern fits into these.
     span: tl.constexpr = lanes if lanes > 32 else 32
     words: tl.constexpr = span // 32
-    for begin_word in range(0, width, words):
+    word = tl.zeros([tile, words], tl.int32)
+    known: tl.constexpr = whole and tile == 1
+    for begin_word in tl.range(0, 1 if whole else width, words, loop_unroll_factor=2 if lanes > 1 else 1):
         w = begin_word + tl.arange(0, words)
         word = tl.zeros([tile, words], tl.int32)
-        for bits in range(0, tl.minimum(span, ellipsoids - begin_word * 32), lanes * unroll):
+        for bits in range(0, 1 if once else tl.minimum(span, ellipsoids - begin_word * 32), lanes * unroll):
             for u in tl.static_range(unroll):
                 k = (begin_word * 32 + bits + u * lanes + lane)[None, :]
                 wanted = live[:, None] & (k < ellipsoids)
@@ -240,11 +259,10 @@ def decide(
                 if euclidean:
                     n = ordered(tl.load(nearness + k * rows + row[:, None], mask=wanted, other=float("inf")))
                     least_near, place_near, second_near = two_least(n, k, least_near, place_near, second_near)
-        tl.store(pattern + w[None, :] * rows + row[:, None], word, mask=live[:, None] & (w < width)[None, :])
-        lowest = tl.where(word != 0, w[None, :] * 32 + lowest_bit(word), _LARGEST_INT)
-        first = tl.minimum(first, tl.min(lowest, axis=1))
-        held_by += tl.sum(bits_of(word), axis=1)
-        key += tl.sum(hashed(word, w[None, :]), axis=1)
+        if not whole:
+            tl.store(pattern + w[None, :] * rows + row[:, None], word, mask=live[:, None] & (w < width)[None, :])
+        # A word with several bits counts for two.
+        held_by += tl.sum((word != 0).to(tl.int32) + ((word & (word - 1)) != 0).to(tl.int32), axis=1)
     # What the lanes found, together.
     nearest, best, next_best = _of_lanes(least, place, second)
     best_class = tl.load(codes + nearest, mask=live, other=0)
@@ -252,84 +270,129 @@ def decide(
     its_class = tl.where(least_class == best_class[:, None], other_class, least_class)
     next_distance = tl.min(elsewhere, axis=1)
     next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, _LARGEST_INT), axis=1)
-    bad = tl.max(finite, axis=1) == 0
+    bad = best == float("inf")
     outside, single, several = held_by == 0, live & (held_by == 1), live & (held_by > 1)
+    holder, nearest_class = nearest, best_class
+    nearest_distance = tl.where(best == float("-inf"), float("nan"), best)
     least_outside, second_outside = best, next_best
     if euclidean:
         near_place, least_outside, second_outside = _of_lanes(least_near, place_near, second_near)
         nearest = tl.where(outside, near_place, nearest)
+        nearest_class = tl.load(codes + nearest, mask=live, other=0)
+        nearest_distance = tl.load(distance + nearest * rows + row, mask=live, other=0.0)
+    before = tl.load(section(tables, ORDER) + nearest, mask=live, other=0)
     alone = second_outside > least_outside * _TIED
-    lonely = outside & alone & live & ~bad
+    lonely = outside & alone & live
     tied = outside & ~alone & live & ~bad
-    nearest_distance = tl.load(distance + nearest * rows + row, mask=live, other=0.0)
-    tl.debug_barrier()  # patterns that other threads stored are read from here on
+    # Rows that need more than one line of a table. Of the others the label is that of the nearest.
+    if once and lanes * unroll == 1:
+        some_unusual: tl.constexpr = False  # a single ellipsoid
+        bad |= best == float("-inf")
+    else:
+        unusual = several | tied | (live & (best == float("-inf")))
+        if euclidean:
+            unusual |= outside & live
+        some_unusual = tl.max(unusual.to(tl.int32), axis=0) > 0
 
     # A line of the tables, for rows in one ellipsoid and in a pattern that is known.
     cell = zero - 1
-    if tl.max(several.to(tl.int32), axis=0) > 0:
-        cell = known_cell(tables, pattern, row, rows, key, several, width, askers)
+    if some_unusual:
+        bad |= (best == float("-inf")) & (tl.max(finite, axis=1) == 0)
+        tied &= ~bad
+        key = zero.to(tl.int64)
+        first = zero + _LARGEST_INT
+        if whole:
+            key, first = _identified(word, tl.arange(0, words), key, first)
+        else:
+            tl.debug_barrier()  # patterns that other threads stored are read from here on
+            for begin_word in range(0, width, askers):
+                w = begin_word + tl.arange(0, askers)
+                stored = live[:, None] & (w < width)[None, :]
+                own_words = tl.load(pattern + w[None, :] * rows + row[:, None], mask=stored, other=0)
+                key, first = _identified(own_words, w, key, first)
+        holder = tl.where(single, first, holder)  # the nearest, unless some distances are no numbers
+        cell = likely_cell(tables, key, several, askers)
+    line = tl.where(single, holder, ellipsoids + cell)
     listed = single | (cell >= 0)
-    line = tl.where(single, first, ellipsoids + cell)
     verdict = tl.load(section(tables, VERDICTS) + line, mask=listed, other=0)
-    label = tl.where(listed, verdict >> 1, tl.load(codes + nearest, mask=live, other=0))
+    vouched = tl.load(section_of(tables, TRUSTS, tl.float64) + line, mask=listed, other=0.0)
+    if some_unusual:
+        if whole:
+            same = same_words(tables, word, cell, width)
+        else:
+            same = same_pattern(tables, pattern, row, rows, cell, width, askers)
+        listed = single | same
+    label = tl.where(listed, verdict >> 1, nearest_class)
     by_all = (verdict & 1) == 1
-    counts = section(tables, COUNTS)
-    number = tl.load(counts + line * classes + label, mask=listed, other=0)
-    products = tl.load(long_section(tables, SUMS) + line, mask=listed, other=0)
 
-    # Outside: the nearest, expanded.
-    bound = nearest_distance * LIMIT
-    near_number, near_products = expanded(tables, nearest, label, bound, lonely, classes, merged, double, askers)
-    number = tl.where(lonely, near_number, number)
-    products = tl.where(lonely, near_products, products)
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
-        their_number = tl.load(counts + line * classes + theirs, mask=listed, other=0)
-        their_number += reached(tables, nearest, theirs, bound, lonely, classes, double, askers)
+        their_number = tl.load(section(tables, COUNTS) + line * classes + theirs, mask=listed, other=0)
+        products = tl.load(section_of(tables, SUMS, tl.int64) + line, mask=listed, other=0)
+
+    # Outside: the nearest, expanded. Of many rows some are.
+    if (lanes == 1) | (tl.max(lonely.to(tl.int32), axis=0) > 0):
+        bound = nearest_distance * LIMIT
+        reach_trust, reach_products = expanded(
+            tables, nearest, label, bound, lonely, classes, judging, merged, kind, searchers
+        )  # fmt: skip
+        vouched = tl.where(lonely, reach_trust, vouched)
+        if judging:
+            their_number += reached(tables, nearest, theirs, bound, lonely, classes, kind, searchers)
+            products = tl.where(lonely, reach_products, products)
 
     # The rest, one row after another.
-    apart = (several & (cell < 0)) | tied
-    left = tl.sum(apart.to(tl.int32), axis=0)
-    while left > 0:
-        at = tl.min(tl.where(apart, t, tile), axis=0)
-        chosen = begin + at
-        here = t == at
-        is_tied = tl.max((tied & here).to(tl.int32), axis=0) > 0
-        tied_within = tl.min(tl.where(here, least_outside, float("inf")), axis=0) * _TIED
-        judged = 0
-        if judging:
-            judged = tl.sum(tl.where(here, theirs, 0), axis=0)
-        its_label, its_number, its_products, unique, judged_number = _majority(
-            tables, distance, nearness, pattern, chosen, rows, is_tied, tied_within, judged, ellipsoids, classes,
-            double, class_chunk, chunk, ahead,
+    own = tl.where(label == best_class, best, next_distance)
+    if some_unusual:
+        apart = (several & ~listed) | tied
+        left = tl.sum(apart.to(tl.int32), axis=0)
+        if whole and (not known) and left > 0:
+            w = tl.arange(0, words)[None, :]
+            tl.store(pattern + w * rows + row[:, None], word, mask=live[:, None] & (w < width))
+            tl.debug_barrier()
+        while left > 0:
+            at = tl.min(tl.where(apart, t, tile), axis=0)
+            chosen = begin + at
+            here = t == at
+            is_tied = tl.max((tied & here).to(tl.int32), axis=0) > 0
+            tied_within = tl.min(tl.where(here, least_outside, float("inf")), axis=0) * _TIED
+            its_nearest = tl.sum(tl.where(here, best_class, 0), axis=0)
+            judged = 0
+            if judging:
+                judged = tl.sum(tl.where(here, theirs, 0), axis=0)
+            its_label, its_number, its_products, unique, judged_number = _majority(
+                tables, distance, nearness, pattern, tl.reshape(word, [tile * words]), chosen, rows, is_tied,
+                tied_within, its_nearest, judged, ellipsoids, classes, judging, kind, known, class_chunk, class_words,
+            )  # fmt: skip
+            its_trust = trust(its_number, tl.load(section(tables, TOTALS) + its_label), its_products)
+            label = tl.where(here, its_label, label)
+            vouched = tl.where(here, its_trust, vouched)
+            by_all = tl.where(here, unique, by_all)
+            if judging:
+                their_number = tl.where(here, judged_number, their_number)
+                products = tl.where(here, its_products, products)
+            apart = apart & ~here
+            left -= 1
+        own = _own_distance(
+            tables, distance, row, rows, label, best, best_class, next_distance, next_class, live, askers
         )  # fmt: skip
-        label = tl.where(here, its_label, label)
-        number = tl.where(here, its_number, number)
-        products = tl.where(here, its_products, products)
-        by_all = tl.where(here, unique, by_all)
-        if judging:
-            their_number = tl.where(here, judged_number, their_number)
-        apart = apart & ~here
-        left -= 1
 
     rule = tl.where(outside, _OUTSIDE, tl.where(held_by == 1, _SINGLE, tl.where(by_all, _OVERLAP, _UNION)))
+    margin, runner_up = _margin(label, own, best, best_class, next_distance, next_class, tiny)
     stride = stride.to(tl.int64)
-    ints += row
-    floats += row
-    tl.store(ints, tl.where(bad, -1, label).to(tl.int64), mask=live)
-    tl.store(ints + stride, rule.to(tl.int64), mask=live)
-    tl.store(ints + 2 * stride, tl.load(section(tables, ORDER) + nearest, mask=live, other=0).to(tl.int64), mask=live)
-    tl.store(floats + stride, nearest_distance, mask=live)
-    for judged_one in tl.static_range(2 if judging else 1):
-        if judged_one == 1:
-            label, number = theirs, their_number
-        total = tl.load(section(tables, TOTALS) + label, mask=live, other=0)
-        trust = _trust(number, total, products)
-        own = tl.where(label == best_class, best, next_distance)
-        farther = live & (label != best_class) & (label != next_class)
-        if tl.max(farther.to(tl.int32), axis=0) > 0:
-            own = tl.where(farther, _distance_to_class(tables, distance, row, rows, label, farther, askers), own)
-        margin, runner_up = _margin(label, own, best, best_class, next_distance, next_class, tiny)
-        tl.store(ints + (3 + judged_one) * stride, runner_up.to(tl.int64), mask=live)
-        tl.store(floats + 3 * judged_one * stride, tl.where(bad, 0.0, trust), mask=live)
-        tl.store(floats + (2 + 2 * judged_one) * stride, margin, mask=live)
+    tl.store(ints + row, tl.where(bad, -1, label).to(tl.int64), mask=live)
+    tl.store(ints + stride + row, rule.to(tl.int64), mask=live)
+    tl.store(ints + 2 * stride + row, before.to(tl.int64), mask=live)
+    tl.store(ints + 3 * stride + row, runner_up.to(tl.int64), mask=live)
+    tl.store(floats + row, tl.where(bad, 0.0, vouched), mask=live)
+    tl.store(floats + stride + row, nearest_distance, mask=live)
+    tl.store(floats + 2 * stride + row, margin, mask=live)
+    if judging:
+        own = _own_distance(
+            tables, distance, row, rows, theirs, best, best_class, next_distance, next_class, live, askers
+        )  # fmt: skip
+        margin, runner_up = _margin(theirs, own, best, best_class, next_distance, next_class, tiny)
+        vouched = trust(their_number, tl.load(section(tables, TOTALS) + theirs, mask=live, other=0), products)
+        tl.store(ints + 4 * stride + row, runner_up.to(tl.int64), mask=live)
+        tl.store(floats + 3 * stride + row, tl.where(bad, 0.0, vouched), mask=live)
+        tl.store(floats + 4 * stride + row, margin, mask=live)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.kernels.launching import Launcher, aligned, int_kind
+from sepc_torch.kernels.overlapping import let_next_start, overlaps
 from sepc_torch.kernels.splitting import TOP, Split, block_size
 from sepc_torch.shapes import Float
 
@@ -101,7 +102,10 @@ def _distances(
     z, origin, feature_scale, centers, high, low, row_scale, out,
     reach, points, count, dim, row_stride, column_stride, out_row, out_column,
     top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr, group: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
+    if overlap:
+        let_next_start()
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
     start = z + row[:, None].to(tl.int64) * row_stride
@@ -141,7 +145,7 @@ def launch_into(out: Tensor, z: Tensor, origin: Float[Tensor, "D"], bank: Split,
          int_kind(row), int_kind(column)),
         (z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, out,
          bank.reach, points, count, dim, row_stride, column_stride, row, column),
-        (TOP, block, padded // block, shape.rows, shape.group),
+        (TOP, block, padded // block, shape.rows, shape.group, overlaps(z.get_device())),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 

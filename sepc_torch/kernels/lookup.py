@@ -9,13 +9,16 @@ import triton.language as tl
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels.tables import MULTIPLIER, SECTIONS, SIZES
+from sepc_torch.kernels.tables import PAGE as PAGE_WORDS
 from sepc_torch.rules import NEAREST_TIE, Rule
 
 LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
+PAGE = tl.constexpr(PAGE_WORDS)
+_NONE = tl.constexpr(2**31 - 1)
 # A number for all that kernels take from Python's globals. Triton before 3.5 keeps compiled kernels by their source
 # alone, and would run an old one with a new layout; so kernels take this as an argument that they do not use.
-LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
+LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, PAGE_WORDS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
 
 
 def _at(name: str) -> tl.constexpr:
@@ -23,15 +26,26 @@ def _at(name: str) -> tl.constexpr:
     return tl.constexpr((*SIZES, *SECTIONS).index(name))
 
 
-ELLIPSOIDS, CLASSES, _CELLS, _CELL_WORDS = _at("ellipsoids"), _at("classes"), _at("cells"), _at("cell_words")
-_SIZE, _SLOT_MASK, _PROBES = _at("size"), _at("slot_mask"), _at("probes")
+ELLIPSOIDS, CLASSES, _CELLS, _SIZE = _at("ellipsoids"), _at("classes"), _at("cells"), _at("size")
+_DIGITS, _SLOT_MASK, _PROBES = _at("digits"), _at("slot_mask"), _at("probes")
 CODES, ORDER, STARTS, TOTALS = _at("codes"), _at("order"), _at("starts"), _at("totals")
-COUNTS, SUMS, VERDICTS = _at("counts"), _at("sums"), _at("verdicts")
-_PATTERNS, _KEYS, _SLOTS, _MEMBERS, _CELL_COUNTS = (
-    _at("patterns"), _at("keys"), _at("slots"), _at("members"), _at("cell_counts")
-)  # fmt: skip
-_REACH, _RANKS, _MERGED = _at("reach"), _at("ranks"), _at("merged")
-_MERGED_SUMS, _MERGED_OWN = _at("merged_sums"), _at("merged_own")
+VERDICTS, TRUSTS, COUNTS, SUMS = _at("verdicts"), _at("trusts"), _at("counts"), _at("sums")
+_PATTERNS, _KEYS, _SLOTS = _at("patterns"), _at("keys"), _at("slots")
+_MEMBERS, _ENTRY_STARTS, _NUMBERS = _at("members"), _at("entry_starts"), _at("numbers")
+_REACH, _RANKS = _at("reach"), _at("ranks")
+_MERGED, _MERGED_TRUSTS, _MERGED_SUMS = _at("merged"), _at("merged_trusts"), _at("merged_sums")
+
+
+@triton.jit
+def bring_near(tables, pages, fewest: tl.constexpr):
+    """Begin to fetch the tables into the cache: every program a page of them, and all together no fewer than that."""
+    lane = tl.arange(0, 32)
+    programs = tl.num_programs(0)
+    for page in range(tl.program_id(0), tl.minimum(pages, tl.maximum(programs, fewest)), programs):
+        line = (tables + page * PAGE + lane * (PAGE // 32)).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -41,16 +55,9 @@ def section(tables, name):
 
 
 @triton.jit
-def _numbers(tables, name, double: tl.constexpr):
-    """Where a section of floating-point numbers begins."""
-    kind: tl.constexpr = tl.float64 if double else tl.float32
+def section_of(tables, name, kind: tl.constexpr):
+    """Where a section of numbers of another kind begins."""
     return section(tables, name).to(tl.pointer_type(kind))
-
-
-@triton.jit
-def long_section(tables, name):
-    """Where a section of 64-bit integers begins."""
-    return section(tables, name).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -60,15 +67,28 @@ def lowest_bit(word):
     return ((power.to(tl.int32, bitcast=True) >> 23) - 127) & 31
 
 
+# Whether there is a compiler, or an interpreter, which does not know the instructions of a chip.
+_COMPILED = tl.constexpr(isinstance(lowest_bit, triton.JITFunction))
+
+
+@triton.jit
+def power_of_two_within(count):
+    """The largest power of two that is not above a positive integer below 2^24, which float32 has exactly."""
+    return 1 << ((count.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)
+
+
 @triton.jit
 def bits_of(word):
-    """How many bits of a word are set: sums of pairs, of fours and of eights, and the sum of these."""
-    x = word.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return ((x + (x >> 16)) & 63).to(tl.int32, bitcast=True)
+    """How many bits of a word are set: an instruction, or sums of pairs, fours and eights, and the sum of these."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        x = word.to(tl.uint32, bitcast=True)
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        x = x + (x >> 8)
+        return ((x + (x >> 16)) & 63).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -83,60 +103,92 @@ def hashed(word, w):
 
 @triton.jit
 def _within(numbers, first, count, bound, wanted, lanes: tl.constexpr):
-    """How many of ``count`` ascending numbers, from ``first`` on, are within a bound; a round asks every lane for one.
-
-    After every round the answer is at least ``passed`` and less than ``passed + step``.
-    """
+    """How many of ``count`` ascending numbers, from ``first`` on, are within a bound."""
     lane = tl.arange(0, lanes)
     passed = first * 0
-    step = count // (lanes + 1) + 1
-    while step > 0:
-        at = passed[:, None] + (lane[None, :] + 1) * step - 1
-        asked = wanted[:, None] & (at < count)
-        found = tl.load(numbers + first[:, None] + at, mask=asked, other=float("inf")).to(bound.dtype)
-        passed += tl.sum((asked & (found <= bound[:, None])).to(tl.int32), axis=1) * step
-        step = tl.where(step == 1, 0, (step + lanes) // (lanes + 1))
+    if lanes == 1:
+        # Halving: the number so many farther on, or the last one, is asked for; rows that want none ask for the same.
+        first = tl.where(wanted, first, 0)
+        bound = tl.where(wanted, bound, float("-inf"))
+        step = power_of_two_within(count)
+        while step > 0:
+            found = tl.load(numbers + (first + tl.minimum(passed + step, count) - 1)).to(bound.dtype)
+            passed += tl.where(found <= bound, step, 0)
+            step = step >> 1
+        passed = tl.minimum(passed, count)
+    else:
+        # A round asks every lane for one; after it the answer is at least ``passed`` and less than ``passed + step``.
+        step = count // (lanes + 1) + 1
+        while step > 0:
+            at = passed[:, None] + (lane[None, :] + 1) * step - 1
+            asked = wanted[:, None] & (at < count)
+            found = tl.load(numbers + first[:, None] + at, mask=asked, other=float("inf")).to(bound.dtype)
+            passed += tl.sum((asked & (found <= bound[:, None])).to(tl.int32), axis=1) * step
+            step = tl.where(step == 1, 0, (step + lanes) // (lanes + 1))
     return passed
 
 
 @triton.jit
-def reached(tables, k, c, bound, wanted, classes, double: tl.constexpr, lanes: tl.constexpr):
+def reached(tables, k, c, bound, wanted, classes, kind: tl.constexpr, lanes: tl.constexpr):
     """Training points of class c within a distance of ellipsoid k."""
     size = tl.load(tables + _SIZE)
-    passed = _within(_numbers(tables, _REACH, double), (k * classes + c) * size, size, bound, wanted, lanes)
+    passed = _within(section_of(tables, _REACH, kind), (k * classes + c) * size, size, bound, wanted, lanes)
     return tl.load(section(tables, _RANKS) + c * (size + 1) + passed, mask=wanted, other=0)
 
 
 @triton.jit
-def expanded(tables, k, label, bound, wanted, classes, merged: tl.constexpr, double: tl.constexpr, lanes: tl.constexpr):
-    """Points of the ellipsoid's own class within a distance of it, and the sum over all classes."""
-    if merged:
-        size = classes * tl.load(tables + _SIZE)
-        passed = _within(_numbers(tables, _MERGED, double), k * size, size, bound, wanted, lanes)
-        passed += k * (size + 1)
-        number = tl.load(section(tables, _MERGED_OWN) + passed, mask=wanted, other=0)
-        products = tl.load(long_section(tables, _MERGED_SUMS) + passed, mask=wanted, other=0)
-    else:
-        number = k * 0
-        products = number.to(tl.int64)
-        for c in range(classes):
-            found = reached(tables, k, k * 0 + c, bound, wanted, classes, double, lanes)
-            number = tl.where(label == c, found, number)
-            products += found.to(tl.int64) * tl.load(section(tables, TOTALS) + c)
-    return number, products
+def trust(number, total, sum_of_products):
+    """The share of one class, the point counted as its own, in the sum over all; in float64."""
+    own = (number + 1).to(tl.float64) * (total + 1).to(tl.float64)
+    others = (sum_of_products - number.to(tl.int64) * total.to(tl.int64)).to(tl.float64)
+    return own / (own + others)
 
 
 @triton.jit
-def known_cell(tables, pattern, row, rows, key, several, width, lanes: tl.constexpr):
-    """The cell with the same pattern as each row that lies in several ellipsoids, or -1."""
-    cell = row * 0 - 1
-    slots, keys, words = section(tables, _SLOTS), long_section(tables, _KEYS), section(tables, _PATTERNS)
-    cells, slot_mask = tl.load(tables + _CELLS), tl.load(tables + _SLOT_MASK)
-    for probe in range(tl.load(tables + _PROBES)):
-        looking = several & (cell < 0)
-        found = tl.load(slots + ((key + probe) & slot_mask).to(tl.int32), mask=looking, other=-1)
-        known = tl.load(keys + found, mask=found >= 0, other=0)
-        cell = tl.where((found >= 0) & (known == key), found, cell)
+def expanded(
+    tables, k, label, bound, wanted, classes,
+    judging: tl.constexpr, merged: tl.constexpr, kind: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """The trust in ellipsoid k's own class within a distance of it, and, for judging, the sum over all classes."""
+    products = k.to(tl.int64) * 0
+    if merged:
+        size = classes * tl.load(tables + _SIZE)
+        passed = _within(section_of(tables, _MERGED, kind), k * size, size, bound, wanted, lanes)
+        passed += k * (size + 1)
+        found = tl.load(section_of(tables, _MERGED_TRUSTS, tl.float64) + passed, mask=wanted, other=0.0)
+        if judging:
+            products = tl.load(section_of(tables, _MERGED_SUMS, tl.int64) + passed, mask=wanted, other=0)
+        return found, products
+    else:
+        number = k * 0
+        total = number
+        for c in range(classes):
+            within = reached(tables, k, k * 0 + c, bound, wanted, classes, kind, lanes)
+            of_class = tl.load(section(tables, TOTALS) + c)
+            number = tl.where(label == c, within, number)
+            total = tl.where(label == c, of_class, total)
+            products += within.to(tl.int64) * of_class
+        return trust(number, total, products), products
+
+
+@triton.jit
+def likely_cell(tables, key, several, lanes: tl.constexpr):
+    """The cell with the same hash as each row that lies in several ellipsoids, or -1."""
+    slots, keys = section(tables, _SLOTS), section_of(tables, _KEYS, tl.int64)
+    slot_mask = tl.load(tables + _SLOT_MASK)
+    cell = tl.full([key.shape[0], lanes], -1, tl.int32)
+    for probe in range(0, tl.load(tables + _PROBES), lanes):
+        place = ((key[:, None] + (probe + tl.arange(0, lanes))[None, :]) & slot_mask).to(tl.int32)
+        found = tl.load(slots + place, mask=several[:, None], other=-1)
+        known = tl.load(keys + place, mask=several[:, None], other=0)
+        cell = tl.maximum(cell, tl.where((found >= 0) & (known == key[:, None]), found, -1))
+    return tl.max(cell, axis=1)
+
+
+@triton.jit
+def same_pattern(tables, pattern, row, rows, cell, width, lanes: tl.constexpr):
+    """Whether each row's pattern is that of its cell, if it has one."""
+    words, cells = section(tables, _PATTERNS), tl.load(tables + _CELLS)
     differ = tl.zeros([row.shape[0], lanes], tl.int32)
     for begin in tl.range(0, width, lanes, loop_unroll_factor=4 if lanes == 1 else 1):
         w = (begin + tl.arange(0, lanes))[None, :]
@@ -144,55 +196,88 @@ def known_cell(tables, pattern, row, rows, key, several, width, lanes: tl.conste
         seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
         mine = tl.load(pattern + w * rows + row[:, None], mask=asked, other=0)
         differ |= (seen != mine).to(tl.int32)
-    return tl.where(tl.max(differ, axis=1) > 0, -1, cell)
+    return (cell >= 0) & (tl.max(differ, axis=1) == 0)
 
 
 @triton.jit
-def count_region(tables, pattern, chosen, rows, group, classes, ellipsoids, chunk: tl.constexpr, ahead: tl.constexpr):
-    """Training points of some classes in all, and in any, of the ellipsoids that hold one row; 32 cells to a word."""
+def same_words(tables, word, cell, width):
+    """The same for a pattern that is known as a whole."""
+    words, cells = section(tables, _PATTERNS), tl.load(tables + _CELLS)
+    w = tl.arange(0, word.shape[1])[None, :]
+    asked = (cell >= 0)[:, None] & (w < width)
+    seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
+    return (cell >= 0) & (tl.max((asked & (seen != word)).to(tl.int32), axis=1) == 0)
+
+
+@triton.jit
+def _first_held(words, first):
+    """The first of the ellipsoids that some words tell of; _NONE if there is none."""
+    i = first + tl.arange(0, words.shape[0])
+    return tl.min(tl.where(words != 0, i * 32 + lowest_bit(words), _NONE), axis=0)
+
+
+@triton.jit
+def _without(words, first, nth):
+    """Words without their lowest bit, if that is of this ellipsoid."""
+    i = first + tl.arange(0, words.shape[0])
+    return tl.where((i == nth >> 5) & (words & (1 << (nth & 31)) != 0), words & (words - 1), words)
+
+
+@triton.jit
+def _members(tables, words, first, every, some, entry, here, entry_words):
+    """Words of entries in every ellipsoid and in some, after those that words of a pattern tell of."""
+    members = section(tables, _MEMBERS)
+    nth = _first_held(words, first)
+    while nth < _NONE:
+        # Two at a time, so that they are waited for together; the last may be alone.
+        words = _without(words, first, nth)
+        other = _first_held(words, first)
+        other = tl.where(other < _NONE, other, nth)
+        has = tl.load(members + nth * entry_words + entry, mask=here, other=0)
+        others = tl.load(members + other * entry_words + entry, mask=here, other=0)
+        words = _without(words, first, other)
+        nth = _first_held(words, first)
+        every, some = every & has & others, some | has | others
+    return every, some
+
+
+@triton.jit
+def count_region(
+    tables, pattern, words, chosen, rows, group, classes, ellipsoids, known: tl.constexpr, chunk: tl.constexpr
+):  # fmt: skip
+    """Training points of some classes in all, and in any, of the ellipsoids that hold one row; 32 entries to a word.
+
+    The row's pattern is known as ``words``, or read from where patterns are. Classes are taken side by side, so many
+    words of each at once.
+    """
     i = tl.arange(0, 32)
-    p = tl.arange(0, chunk)
-    members, counts = section(tables, _MEMBERS), section(tables, _CELL_COUNTS)
-    cell_words = tl.load(tables + _CELL_WORDS)
-    width = (ellipsoids + 31) // 32
-    everywhere = tl.zeros([chunk, group.shape[0]], tl.int32)
-    anywhere = tl.zeros([chunk, group.shape[0]], tl.int32)
-    for begin in range(0, cell_words, chunk):
-        here = begin + p < cell_words
-        every = tl.full([chunk], -1, tl.int32)
-        some = tl.zeros([chunk], tl.int32)
-        for w in range(0, width, 32):
-            mine = tl.load(pattern + (w + i) * rows + chosen, mask=w + i < width, other=0)
-            number = tl.sum((mine != 0).to(tl.int32), axis=0)
-            while number > 0:
-                which = tl.min(tl.where(mine != 0, i, 32), axis=0)
-                word = tl.sum(tl.where(i == which, mine, 0), axis=0)
-                mine = tl.where(i == which, 0, mine)
-                number -= 1
-                while word != 0:
-                    nth = (w + which) * 32 + lowest_bit(word)
-                    word = word & (word - 1)
-                    has = tl.load(members + nth * cell_words + begin + p, mask=here, other=0)
-                    every, some = every & has, some | has
-        # Every word gives up its cells, the lowest first.
-        most_left = tl.max((some != 0).to(tl.int32), axis=0)
-        while most_left > 0:
-            for _ in tl.static_range(ahead):
-                bit = lowest_bit(some)
-                found = tl.load(
-                    counts + ((begin + p) * 32 + bit)[:, None] * classes + group[None, :],
-                    mask=(some != 0)[:, None] & (group < classes)[None, :],
-                    other=0,
-                )
-                anywhere += found
-                everywhere += found * ((every >> bit) & 1)[:, None]
-                some = some & (some - 1)
-            most_left = tl.max((some != 0).to(tl.int32), axis=0)
-    return tl.sum(everywhere, axis=0), tl.sum(anywhere, axis=0)
+    starts, numbers = section(tables, _ENTRY_STARTS), section(tables, _NUMBERS)
+    digits = tl.load(tables + _DIGITS)
+    entry_words = tl.load(starts + classes)
+    start = tl.load(starts + group, mask=group < classes, other=0)[:, None]
+    end = tl.load(starts + group + 1, mask=group < classes, other=0)[:, None]
+    number_all = tl.zeros([group.shape[0], chunk], tl.int32)
+    number_any = tl.zeros([group.shape[0], chunk], tl.int32)
+    for begin in range(0, tl.max(tl.max(end - start, axis=1), axis=0), chunk):
+        entry = start + (begin + tl.arange(0, chunk))[None, :]
+        here = entry < end
+        every = tl.full([group.shape[0], chunk], -1, tl.int32)
+        some = tl.zeros([group.shape[0], chunk], tl.int32)
+        if known:
+            every, some = _members(tables, words, 0, every, some, entry, here, entry_words)
+        else:
+            for w in range(0, (ellipsoids + 31) // 32, 32):
+                stored = tl.load(pattern + (w + i) * rows + chosen, mask=(w + i) * 32 < ellipsoids, other=0)
+                every, some = _members(tables, stored, w, every, some, entry, here, entry_words)
+        for digit in tl.range(0, digits, loop_unroll_factor=4):
+            has = tl.load(numbers + digit * entry_words + entry, mask=here, other=0)
+            number_all += bits_of(every & has) << digit
+            number_any += bits_of(some & has) << digit
+    return tl.sum(number_all, axis=1), tl.sum(number_any, axis=1)
 
 
 @triton.jit
-def count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, ellipsoids, double: tl.constexpr):
+def count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, ellipsoids, kind: tl.constexpr):
     """The fewest and the most points of some classes in the expansions of the ellipsoids equally near to one row."""
     i = tl.arange(0, 32)
     fewest = tl.full([group.shape[0]], 2147483647, tl.int32)
@@ -205,7 +290,7 @@ def count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, 
         while number > 0:
             nth = tl.min(tl.where(equal, column, ellipsoids), axis=0)
             reached_by = tl.load(distance + nth * rows + chosen) * LIMIT + tl.zeros([group.shape[0]], bound.dtype)
-            found = reached(tables, nth, group, reached_by, group < classes, classes, double, 1)
+            found = reached(tables, nth, group, reached_by, group < classes, classes, kind, 1)
             fewest, greatest = tl.minimum(fewest, found), tl.maximum(greatest, found)
             equal = equal & (column != nth)
             number -= 1

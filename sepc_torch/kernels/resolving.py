@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sepc_torch.kernels.deciding import decide
 from sepc_torch.kernels.launching import Launcher, aligned, int_kind
-from sepc_torch.kernels.lookup import LAYOUT
+from sepc_torch.kernels.lookup import CLASSES, ELLIPSOIDS, LAYOUT, PAGE, bring_near
+from sepc_torch.kernels.overlapping import overlaps, wait_for_previous
 from sepc_torch.kernels.splitting import power_of_two
 from sepc_torch.kernels.tables import WORD, RuleTables
 from sepc_torch.shapes import Float, Int
@@ -21,28 +22,46 @@ from sepc_torch.shapes import Float, Int
 _FEW_ELLIPSOIDS = 128
 _MANY_ROWS = 2**12
 _MOST_ROWS = 2**15
-# A warp to a program: threads that wait for no other, and as many programs as there can be.
+# Up to so many rows the chip has room for more than a warp to each, which pays with more ellipsoids.
+_FEW_ROWS = 128
+# A warp to a program: threads that wait for no other, and as many programs as there can be. With a single ellipsoid no
+# thread waits for another anyway, and half the programs do.
 _TILE = 32
 _REGISTERS = 64
-# Lanes that share a row, classes that the rare cases take at once, and distances that a thread asks for before it looks
-# at the first, at most.
-_MOST_LANES = 256
+# Lanes that share a row of many ellipsoids; classes that the rare cases take at once, and distances that a thread asks
+# for before it looks at the first, at most.
+_MANY_LANES = 256
 _MOST_CLASSES = 32
 _AHEAD = 8
+# Pages of the tables that are fetched beforehand, at least.
+_PAGES = tl.constexpr(16)
 
 
 # Compiled once for all sizes: a batch of another size should not wait for a compiler.
-@triton.jit(do_not_specialize=["rows", "stride"])
+@triton.jit(do_not_specialize=["rows", "stride", "pages"])
 def _resolve(
-    distance, nearness, given, tables, ints, floats, rows, stride,
+    distance, nearness, given, tables, ints, floats, rows, stride, pages,
     euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr,
-    tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, class_chunk: tl.constexpr, _layout: tl.constexpr,
+    tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr, overlap: tl.constexpr, _layout: tl.constexpr,
 ):  # fmt: skip
+    if lanes == 1:
+        ellipsoids, classes = tl.load(tables + ELLIPSOIDS), tl.load(tables + CLASSES)
+    else:
+        # Few rows wait for every access. The first page, with what most of them need, is read at once; it stays near.
+        if overlap:
+            bring_near(tables, pages, _PAGES)
+        word = tl.arange(0, PAGE)
+        page = tl.load(tables + word)
+        ellipsoids = tl.sum(tl.where(word == ELLIPSOIDS, page, 0), axis=0)
+        classes = tl.sum(tl.where(word == CLASSES, page, 0), axis=0)
+    if overlap:
+        wait_for_previous()
     begin = tl.program_id(0) * tile
     live = begin + tl.arange(0, tile) < rows
     decide(
-        distance, nearness, given, tables, ints, floats, begin, live, rows, stride,
-        euclidean, judging, merged, double, lanes, unroll, class_chunk,
+        distance, nearness, given, tables, ints, floats, begin, live, rows, stride, ellipsoids, classes,
+        euclidean, judging, merged, double, lanes, unroll, once, whole, class_chunk, class_words,
     )  # fmt: skip
 
 
@@ -70,14 +89,17 @@ def resolve(
     """
     ellipsoids, rows = tables.order.shape[0], room.shape[1]
     shape = _program_shape(rows, ellipsoids, tables.starts.shape[0] - 1)
+    overlap = overlaps(room.get_device())
+    options = {"launch_pdl": True} if overlap else {}
     _launch(
         (-(-rows // shape.tile), 1, 1),
         (room.dtype, None if given is None else (given.dtype, aligned(given)), aligned(ints), aligned(floats),
          int_kind(ints.stride(0))),
         (room, room if nearness is None else nearness, tables.words if given is None else given, tables.words,
-         ints, floats, rows, ints.stride(0)),
-        (nearness is not None, given is not None, tables.merged, tables.double, *shape, LAYOUT),
-        num_warps=1, maxnreg=_REGISTERS if shape.tile > 1 and room.dtype == torch.float32 else None,
+         ints, floats, rows, ints.stride(0), tables.words.shape[0] // PAGE.value),
+        (nearness is not None, given is not None, tables.merged, tables.double, *shape[:-1], overlap, LAYOUT),
+        num_warps=shape.warps, maxnreg=_REGISTERS if shape.tile > 1 and room.dtype == torch.float32 else None,
+        **options,
     )  # fmt: skip
 
 
@@ -87,12 +109,20 @@ def room_for(ellipsoids: int, rows: int, like: Tensor) -> Float[Tensor, "R B"]:
 
 
 class _Shape(NamedTuple):
-    """Rows of a program and lanes of a row, distances that a lane asks for at once, and classes of the rare cases."""
+    """Rows of a program, lanes of a row, classes of the rare cases and words of entries of each, and warps.
+
+    A lane asks for ``unroll`` distances at once. These are all that there are (``once``), or the lanes have room for
+    a whole pattern (``whole``), or neither.
+    """
 
     tile: int
     lanes: int
     unroll: int
+    once: bool
+    whole: bool
     class_chunk: int
+    class_words: int
+    warps: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,5 +130,10 @@ def _program_shape(rows: int, ellipsoids: int, classes: int) -> _Shape:
     """What was fastest on an H200. A row with more ellipsoids is worth a warp also where there are many."""
     chunk = min(_MOST_CLASSES, power_of_two(classes))
     if rows >= (_MANY_ROWS if ellipsoids <= _FEW_ELLIPSOIDS else _MOST_ROWS):
-        return _Shape(_TILE, 1, min(_AHEAD, power_of_two(ellipsoids)), chunk)
-    return _Shape(1, min(max(WORD, power_of_two(ellipsoids)), _MOST_LANES), 1, chunk)
+        ahead = min(_AHEAD, power_of_two(ellipsoids))
+        warps = 1 if ellipsoids > 1 else 2
+        return _Shape(_TILE * warps, 1, ahead, ellipsoids <= ahead, ellipsoids <= WORD, chunk, 2 * WORD // chunk, warps)
+    if ellipsoids <= _FEW_ELLIPSOIDS:
+        return _Shape(1, max(WORD, power_of_two(ellipsoids)), 1, True, True, chunk, 2 * WORD // chunk, 1)
+    lanes, warps = (_MANY_LANES, 1) if rows > _FEW_ROWS else (2 * _MANY_LANES, 4)
+    return _Shape(1, lanes, 1, True, ellipsoids <= lanes, chunk, lanes // chunk, warps)

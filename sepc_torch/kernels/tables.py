@@ -6,12 +6,14 @@ out beforehand, label and rule included.
 
 Membership in K ellipsoids is a pattern of bits, 32 to a word. A cell is found by the hash of its pattern, in a table
 with open addressing, and the pattern is compared to the last bit before it is believed. Only patterns that no training
-point has, and those whose majority is tied, need the pass over all cells.
+point has, and those whose majority is tied, need the pass over all cells. That pass counts bits: an entry stands for
+the points of one class in one cell, every ellipsoid has a bit for each entry, and the numbers of points are there in
+binary, a row of bits for each digit.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +28,18 @@ WORD = 32
 MULTIPLIER = 0x2545F4914F6CDD1D
 # Slots for each pattern: with so many free, few patterns need a second look.
 _ROOM = 4
-# Entries of the merged distances, of 16 or 20 bytes: above, a kernel searches the classes one after another.
+# Entries of the merged distances, of 20 or 24 bytes: above, a kernel searches the classes one after another.
 _MOST_MERGED = 2**24
 # Sections begin at multiples of so many words, so that they hold numbers of any size.
 _ALIGNED = 4
+# Words of the tables that one instruction of a warp brings near; there is a whole number of them.
+PAGE = 1024
 
 # What a table of words begins with: sizes, and where its sections begin.
-SIZES = ("ellipsoids", "classes", "cells", "cell_words", "size", "slot_mask", "probes")
+SIZES = ("ellipsoids", "classes", "cells", "digits", "size", "slot_mask", "probes")
 SECTIONS = (
-    "codes", "order", "starts", "totals", "patterns", "keys", "slots", "members", "cell_counts",
-    "counts", "sums", "verdicts", "reach", "ranks", "merged", "merged_sums", "merged_own",
+    "codes", "order", "starts", "totals", "entry_starts", "numbers", "slots", "keys", "verdicts", "trusts", "patterns",
+    "members", "merged", "merged_trusts", "counts", "sums", "reach", "ranks", "merged_sums",
 )  # fmt: skip
 
 
@@ -70,6 +74,7 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
             begin += len(parts[-1])
     head = torch.tensor(header, dtype=torch.int32, device=totals.device)
     words = torch.cat([torch.nn.functional.pad(head, (0, -len(head) % _ALIGNED)), *parts])
+    words = torch.nn.functional.pad(words, (0, -len(words) % PAGE))
     double = training.reach.dtype == torch.float64
     return RuleTables(words, sections["order"], sections["starts"], "merged" in sections, double)
 
@@ -80,19 +85,22 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before; of
       exactly equal distances the first in this order is the nearest;
     - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
-    - ``patterns`` (W, P), ``keys`` (P,) int64: the cells as words of bits, one for every ellipsoid, and their hashes;
-    - ``slots`` (S,): the cell at each place of the hash table, S a power of two; -1 where there is none;
-    - ``members`` (K, ceil(P / 32)): ellipsoids as words of bits, one for every cell they hold;
-    - ``cell_counts`` (P, C): training points of each class in every cell;
+    - ``patterns`` (W, P): the cells as words of bits, one for every ellipsoid;
+    - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, and its hash; -1
+      where there is none;
+    - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
+    - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
+      digits of the numbers of points that they stand for, the lowest first;
     - ``counts`` (K + P, C): the points that vouch in every ellipsoid alone, then in the region of every cell: those in
       all of its ellipsoids if they have a majority, else those in any of them;
     - ``sums`` (K + P,) int64: their sums over classes, each count times the points of the class;
     - ``verdicts`` (K + P,): twice the label, plus one where the majority is that in all ellipsoids;
+    - ``trusts`` (K + P,) float64: the trust in that label;
     - ``reach`` (K, C, Q): distances of the training points, sorted, in the dtype of the model;
     - ``ranks`` (C, Q + 1): how many points lie within each of them, none before the first;
     - ``merged`` (K, C Q): the same distances, all classes together;
-    - ``merged_sums`` (K, C Q + 1) int64, ``merged_own`` (K, C Q + 1): the sums over classes of the points within each,
-      and how many are of the ellipsoid's own class.
+    - ``merged_sums`` (K, C Q + 1) int64, ``merged_trusts`` (K, C Q + 1) float64: the sums over classes of the points
+      within each, and the trust in the ellipsoid's own class.
     """
     device = training.codes.device
     classes, size = training.reach.shape[1:]
@@ -111,12 +119,13 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     counts = torch.cat([training.held[order], in_region])
     label = torch.cat([codes, in_region.argmax(dim=1)])
     narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
-    members = packed(cells.T)
+    sums = (counts * totals).sum(dim=1)
+    members, entry_starts, numbers = entries(cells, training.counts.cpu().numpy())
     sizes = {
         "ellipsoids": len(codes),
         "classes": classes,
         "cells": len(cells),
-        "cell_words": members.shape[1],
+        "digits": len(numbers),
         "size": size,
         "slot_mask": len(slots) - 1,
         "probes": probes,
@@ -127,13 +136,15 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
         "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
         "totals": totals.int(),
         "patterns": torch.from_numpy(words).T.contiguous().to(device),
-        "keys": torch.from_numpy(keys).to(device),
+        "keys": torch.from_numpy(np.where(slots >= 0, keys[slots], 0)).to(device),
         "slots": torch.from_numpy(slots).to(device),
+        "entry_starts": torch.from_numpy(entry_starts).to(device),
+        "numbers": torch.from_numpy(numbers).to(device),
         "members": torch.from_numpy(members).to(device),
-        "cell_counts": training.counts.int(),
         "counts": counts.int(),
-        "sums": (counts * totals).sum(dim=1),
+        "sums": sums,
         "verdicts": (2 * label + narrow).int(),
+        "trusts": _trust(counts.gather(1, label[:, None])[:, 0], totals[label], sums),
         "reach": training.reach[order],
         "ranks": torch.nn.functional.pad(training.ranks, (1, 0)).int(),
     }
@@ -151,7 +162,13 @@ def _merged(
     own = added[place] * (classes[place] == codes[:, None])
     sums = (added * totals[classes])[place]
     sums, own = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (sums, own))
-    return {"merged": distance, "merged_sums": sums, "merged_own": own.int()}
+    return {"merged": distance, "merged_sums": sums, "merged_trusts": _trust(own, totals[codes][:, None], sums)}
+
+
+def _trust(number: Int[Tensor, "..."], total: Int[Tensor, "..."], sums: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Trust in classes of which so many points vouch, of so many in all; see :mod:`sepc_torch.trust`."""
+    own = (number + 1).double() * (total + 1).double()
+    return own / (own + (sums - number * total).double())
 
 
 def addressable(training: TrainingCounts) -> bool:
@@ -162,13 +179,41 @@ def addressable(training: TrainingCounts) -> bool:
 def _words(training: TrainingCounts) -> int:
     """How many words the tables have, at most."""
     ellipsoids, classes, size = training.reach.shape
-    cells, entries, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
-    merged = (wide + 3) * entries + 3 * ellipsoids if entries <= _MOST_MERGED else 0
-    patterns = 2 * (ellipsoids // WORD + 1) * (cells // WORD + 1) * WORD
-    counts = classes * (2 * cells + ellipsoids + size + 3)
-    # Codes, order, sums and verdicts; keys and slots, at most eight to a cell; the header and the gaps.
-    others = 5 * ellipsoids + 13 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
-    return wide * entries + merged + patterns + counts + others
+    cells, distances, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
+    merged = (wide + 4) * distances + 4 * ellipsoids if distances <= _MOST_MERGED else 0
+    patterns = (ellipsoids // WORD + 1) * cells
+    of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())
+    counts = classes * (cells + ellipsoids + size + 3)
+    # Codes, order, verdicts, trusts and sums; keys and slots, at most eight to a cell; the header and the gaps.
+    others = 7 * ellipsoids + 29 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
+    return wide * distances + merged + patterns + of_entries + counts + others + PAGE
+
+
+def _entry_words(entries: Any) -> Any:
+    """Words for so many entries of each class."""
+    return -(-entries // WORD)
+
+
+def entries(
+    cells: Bool[Array, "P K"], counts: Int[Array, "P C"]
+) -> tuple[Int[Array, "K E"], Int[Array, "C+1"], Int[Array, "n E"]]:
+    """Members, where each class begins, and numbers: an entry for every class in every cell, 32 to a word of a class.
+
+    >>> members, starts, numbers = entries(np.array([[True, False], [True, True]]), np.array([[5, 0], [1, 2]]))
+    >>> members.tolist(), starts.tolist(), numbers.tolist()
+    ([[3, 1], [2, 1]], [0, 1, 2], [[3, 0], [0, 1], [1, 0]])
+    """
+    label, cell = np.nonzero(counts.T)
+    words = _entry_words(np.bincount(label, minlength=counts.shape[1]))
+    starts = np.concatenate([[0], np.cumsum(words)]).astype(np.int32)
+    place = WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
+    room = WORD * int(starts[-1])
+    members = np.zeros((cells.shape[1], room), dtype=bool)
+    members[:, place] = cells[cell].T
+    points = np.zeros(room, dtype=np.int64)
+    points[place] = counts[cell, label]
+    digits = np.arange(int(points.max(initial=0)).bit_length())
+    return packed(members), starts, packed(((points >> digits[:, None]) & 1).astype(bool))
 
 
 def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
