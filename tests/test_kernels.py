@@ -114,7 +114,7 @@ def test_kernels_overlap_where_the_chip_can(monkeypatch: pytest.MonkeyPatch) -> 
 
     chips = {0: (8, 0), 1: (9, 0), 2: (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", chips.__getitem__)
-    for version, wanted in (((3, 3), [False] * 4), ((3, 4), [False, False, True, True])):
+    for version, wanted in (((3, 4), [False] * 4), ((3, 5), [False, False, True, True])):
         monkeypatch.setattr(overlapping, "triton_version", lambda version=version: version)
         overlapping.overlaps.cache_clear()
         assert [overlapping.overlaps(device) for device in (-1, 0, 1, 2)] == wanted

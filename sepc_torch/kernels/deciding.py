@@ -241,6 +241,7 @@ def decide(
     words: tl.constexpr = span // 32
     word = tl.zeros([tile, words], tl.int32)
     known: tl.constexpr = whole and tile == 1
+    unstored: tl.constexpr = whole and tile > 1
     for begin_word in tl.range(0, 1 if whole else width, words, loop_unroll_factor=2 if lanes > 1 else 1):
         w = begin_word + tl.arange(0, words)
         word = tl.zeros([tile, words], tl.int32)
@@ -346,7 +347,7 @@ def decide(
     if some_unusual:
         apart = (several & ~listed) | tied
         left = tl.sum(apart.to(tl.int32), axis=0)
-        if whole and (not known) and left > 0:
+        if unstored and left > 0:
             w = tl.arange(0, words)[None, :]
             tl.store(pattern + w * rows + row[:, None], word, mask=live[:, None] & (w < width))
             tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Starting a kernel while the one before it ends, where the chip can: from compute capability 9 on, with Triton 3.4.
+"""Starting a kernel while the one before it ends, where the chip can: from compute capability 9 on, with Triton 3.5.
 
 The first kernel says at its beginning that the next may start. The next comes to the chip, fetches what does not depend
 on the first, and waits for it to be done.
@@ -14,7 +14,7 @@ from sepc_torch.kernels.devices import triton_version
 
 __all__ = ["let_next_start", "overlaps", "wait_for_previous"]
 
-_FIRST_TRITON = (3, 4)
+_FIRST_TRITON = (3, 5)
 _FIRST_CHIP = (9, 0)
 
 if triton_version() >= _FIRST_TRITON:
