@@ -84,12 +84,12 @@ def _class_distances(tables, distance, chosen, rows, group, classes):
     begin = tl.load(starts + group, mask=group < classes, other=0)
     end = tl.load(starts + group + 1, mask=group < classes, other=0)
     p = tl.arange(0, 16)
-    near = tl.full([16, group.shape[0]], float("inf"), distance.dtype.element_ty)
+    near = tl.full([group.shape[0], 16], float("inf"), distance.dtype.element_ty)
     for m in range(0, tl.max(end - begin, axis=0), 16):
-        k = begin[None, :] + m + p[:, None]
-        found = tl.load(distance + k * rows + chosen, mask=k < end[None, :], other=float("inf"))
+        k = begin[:, None] + m + p[None, :]
+        found = tl.load(distance + k * rows + chosen, mask=k < end[:, None], other=float("inf"))
         near = tl.minimum(near, ordered(found))
-    return tl.min(near, axis=0)
+    return tl.min(near, axis=1)
 
 
 @triton.jit

@@ -96,7 +96,7 @@ def resolve(
         (room.dtype, None if given is None else (given.dtype, aligned(given)), aligned(ints), aligned(floats),
          int_kind(ints.stride(0))),
         (room, room if nearness is None else nearness, tables.words if given is None else given, tables.words,
-         ints, floats, rows, ints.stride(0), tables.words.shape[0] // PAGE.value),
+         ints, floats, rows, ints.stride(0), tables.pages),
         (nearness is not None, given is not None, tables.merged, tables.double, *shape[:-1], overlap, LAYOUT),
         num_warps=shape.warps, maxnreg=_REGISTERS if shape.tile > 1 and room.dtype == torch.float32 else None,
         **options,

@@ -60,6 +60,11 @@ class RuleTables(NamedTuple):
     merged: bool
     double: bool
 
+    @property
+    def pages(self) -> int:
+        """How many pages the words are."""
+        return self.words.shape[0] // PAGE
+
 
 def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTables:
     """Lay out the training counts; done once, whenever they change or move."""
