@@ -97,17 +97,27 @@ def targets(parts: dict[str, Any]) -> str:
     times = {name: rates["ms"] / head["methods"]["distances"]["ms"] for name, rates in head["methods"].items()}
     error = held(found, lambda r: r["error"], MOST_ERROR, ".0e")
     slow = held(found, lambda r: 1 / r["ratio"], MOST_SLOWDOWN, ".2f", " times its time")
-    large, few = ([r for r in whole if (r["rows"] > 1000) == many] for many in (True, False))
+    ratio = held(whole, lambda r: r["ratio"], MOST_RATIO, ".2f", " times")
     waited = held(whole, lambda r: r["wait_ratio"], MOST_RATIO, ".2f", " times")
-    ratio, ratio_of_few = (held(rows, lambda r: r["ratio"], MOST_RATIO, ".2f", " times") for rows in (large, few))
     return (
         f"At {size(head)} plain torch takes {reached(times['eager'], LEAST_OVER_EAGER)} times as long as our distances "
         f"and torch.compile {reached(times['compile'], LEAST_OVER_COMPILE)} times. Over all shapes from 1 row, "
         f"1 ellipsoid and {min(r['dims'] for r in found)} dims on: relative error at most {MOST_ERROR:.0e} on {error}; "
         f"distances at most 10 % slower than plain torch on {slow}. A whole forward should take at most {MOST_RATIO} "
-        f"times as long as its distances. On the device, where all times above were taken, it does on {ratio} with "
-        f"many rows, but only on {ratio_of_few} with 1 or 1000, where a second launch costs more than the first. What "
-        f"a caller waits, Python included, is within it on {waited}."
+        f"times as long as its distances: on the device it does on {ratio}{exceptions(whole)}. What a caller waits, "
+        f"Python included, is within it on {waited}."
+    )
+
+
+def exceptions(rows: list[dict[str, Any]]) -> str:
+    """Where a whole forward takes too long, and how many of its rows had to be counted."""
+    slow = [row for row in rows if row["ratio"] > MOST_RATIO]
+    if not slow:
+        return ""
+    named = ", ".join(f"{size(row)} ({row['ratio']:.2f} times; {row['unseen']:.1%})" for row in slow)
+    return (
+        f". It does not at {named}; in brackets also the share of rows whose pattern no training point has, which "
+        "is not looked up but counted: the batch waits for the slowest of them"
     )
 
 

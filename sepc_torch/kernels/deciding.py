@@ -5,8 +5,8 @@ the cells and without asking the host anything. Matrices are stored with the row
 thread, if there are rows enough to keep a chip busy, or by 32 ``lanes`` or more that share its ellipsoids. One pass
 over the distances finds which ellipsoids hold the row, the nearest, and the nearest of another class; the rest is
 looked up (:mod:`sepc_torch.kernels.tables`). Rows that have no line in the tables are rare and taken one after another,
-by all threads of a program together: those with a pattern that no training point has, or a tied majority, and those
-that are equally near to several ellipsoids.
+by all threads of a program together: those with a pattern that no training point has, or a tie between classes that
+are not near, and those that are equally near to several ellipsoids.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _majority(
     largest: tl.constexpr = 1.7976931348623157e308 if number_type == tl.float64 else 3.4028234663852886e38
     most, most_number, most_class = -1, 0, 0
     most_any, any_class = -1, 0
-    closest = tl.min(tl.full([class_chunk], float("inf"), number_type), axis=0)
+    unset = tl.min(tl.full([class_chunk], float("inf"), number_type), axis=0)
+    closest = unset
     sum_all, sum_any = chosen.to(tl.int64) * 0, chosen.to(tl.int64) * 0
     judged_all, judged_any = 0, 0
     for begin in range(0, classes, class_chunk):
@@ -154,13 +155,14 @@ def _majority(
         top = tl.max(in_any, axis=0)
         number = tl.sum((in_any == top).to(tl.int32), axis=0)
         # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
-        close = tl.where(group == nearest_class, 0.0, largest).to(number_type)
         has_nearest = tl.max(((in_any == top) & (group == nearest_class)).to(tl.int32), axis=0) > 0
+        top_class = tl.min(tl.where(in_any == top, group, _LARGEST_INT), axis=0)
+        top_class, top_close = tl.where(has_nearest, nearest_class, top_class), unset
         if (classes > class_chunk) | ((number > 1) & (most_number != 1) & (not has_nearest)):
-            close = _class_distances(tables, distance, chosen, rows, group, classes)
-        close = tl.where(in_any == top, tl.minimum(close, largest), float("inf"))
-        top_close = tl.min(close, axis=0)
-        top_class = tl.min(tl.where(close == top_close, group, _LARGEST_INT), axis=0)
+            close = tl.minimum(_class_distances(tables, distance, chosen, rows, group, classes), largest)
+            close = tl.where(in_any == top, close, float("inf"))
+            top_close = tl.min(close, axis=0)
+            top_class = tl.min(tl.where(close == top_close, group, _LARGEST_INT), axis=0)
         closer = (top > most_any) | ((top == most_any) & (top_close < closest))
         any_class, closest = tl.where(closer, top_class, any_class), tl.where(closer, top_close, closest)
         most_any = tl.maximum(most_any, top)
@@ -169,6 +171,21 @@ def _majority(
         tl.where(unique, most_class, any_class), tl.where(unique, most, most_any), tl.where(unique, sum_all, sum_any),
         unique, tl.where(unique, judged_all, judged_any),
     )  # fmt: skip
+
+
+@triton.jit
+def _tie_break(tables, line, label, torn, best_class, next_class, next_distance, classes):
+    """The nearest class with as many points as the label, if it is one of the two nearest, and the trust in it."""
+    counts = section(tables, COUNTS) + line * classes
+    number = tl.load(counts + label, mask=torn, other=0)
+    other = torn & (next_distance < float("inf"))
+    by_best = tl.load(counts + best_class, mask=torn, other=-1) == number
+    by_next = tl.load(counts + next_class, mask=other, other=-1) == number
+    label = tl.where(by_best, best_class, next_class)
+    decides = (torn & by_best) | (other & by_next)
+    total = tl.load(section(tables, TOTALS) + label, mask=decides, other=0)
+    products = tl.load(section_of(tables, SUMS, tl.int64) + line, mask=decides, other=0)
+    return decides, label, trust(number, total, products)
 
 
 @triton.jit
@@ -288,6 +305,7 @@ def decide(
     # Rows that need more than one line of a table. Of the others the label is that of the nearest.
     if once and lanes * unroll == 1:
         some_unusual: tl.constexpr = False  # a single ellipsoid
+        lonely = outside & live
         bad |= best == float("-inf")
     else:
         unusual = several | tied | (live & (best == float("-inf")))
@@ -323,8 +341,17 @@ def decide(
         else:
             same = same_pattern(tables, pattern, row, rows, cell, width, askers)
         listed = single | same
-    label = tl.where(listed, verdict >> 1, nearest_class)
+    label = tl.where(listed, verdict >> 2, nearest_class)
     by_all = (verdict & 1) == 1
+    if some_unusual:
+        torn = listed & ((verdict & 2) != 0)
+        if tl.max(torn.to(tl.int32), axis=0) > 0:
+            decides, its_label, its_trust = _tie_break(
+                tables, line, label, torn, best_class, next_class, next_distance, classes
+            )  # fmt: skip
+            label = tl.where(decides, its_label, label)
+            vouched = tl.where(decides, its_trust, vouched)
+            listed = listed & (decides | ~torn)
 
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)

@@ -27,7 +27,7 @@ def _at(name: str) -> tl.constexpr:
 
 
 ELLIPSOIDS, CLASSES, _CELLS, _SIZE = _at("ellipsoids"), _at("classes"), _at("cells"), _at("size")
-_DIGITS, _SLOT_MASK, _PROBES = _at("digits"), _at("slot_mask"), _at("probes")
+_MOST_WORDS, _DIGITS, _SLOT_MASK, _PROBES = _at("most_words"), _at("digits"), _at("slot_mask"), _at("probes")
 CODES, ORDER, STARTS, TOTALS = _at("codes"), _at("order"), _at("starts"), _at("totals")
 VERDICTS, TRUSTS, COUNTS, SUMS = _at("verdicts"), _at("trusts"), _at("counts"), _at("sums")
 _PATTERNS, _KEYS, _SLOTS = _at("patterns"), _at("keys"), _at("slots")
@@ -258,7 +258,7 @@ def count_region(
     end = tl.load(starts + group + 1, mask=group < classes, other=0)[:, None]
     number_all = tl.zeros([group.shape[0], chunk], tl.int32)
     number_any = tl.zeros([group.shape[0], chunk], tl.int32)
-    for begin in range(0, tl.max(tl.max(end - start, axis=1), axis=0), chunk):
+    for begin in range(0, tl.load(tables + _MOST_WORDS), chunk):
         entry = start + (begin + tl.arange(0, chunk))[None, :]
         here = entry < end
         every = tl.full([group.shape[0], chunk], -1, tl.int32)

@@ -28,9 +28,10 @@ _FEW_ROWS = 128
 # thread waits for another anyway, and half the programs do.
 _TILE = 32
 _REGISTERS = 64
-# Lanes that share a row of many ellipsoids; classes that the rare cases take at once, and distances that a thread asks
-# for before it looks at the first, at most.
+# Lanes that share a row of many ellipsoids, and of few rows; classes that the rare cases take at once, and distances
+# that a thread asks for before it looks at the first, at most.
 _MANY_LANES = 256
+_MOST_LANES = 1024
 _MOST_CLASSES = 32
 _AHEAD = 8
 # Pages of the tables that are fetched beforehand, at least.
@@ -135,5 +136,7 @@ def _program_shape(rows: int, ellipsoids: int, classes: int) -> _Shape:
         return _Shape(_TILE * warps, 1, ahead, ellipsoids <= ahead, ellipsoids <= WORD, chunk, 2 * WORD // chunk, warps)
     if ellipsoids <= _FEW_ELLIPSOIDS:
         return _Shape(1, max(WORD, power_of_two(ellipsoids)), 1, True, True, chunk, 2 * WORD // chunk, 1)
-    lanes, warps = (_MANY_LANES, 1) if rows > _FEW_ROWS else (2 * _MANY_LANES, 4)
-    return _Shape(1, lanes, 1, True, ellipsoids <= lanes, chunk, lanes // chunk, warps)
+    if rows > _FEW_ROWS:
+        return _Shape(1, _MANY_LANES, 1, True, ellipsoids <= _MANY_LANES, chunk, _MANY_LANES // chunk, 1)
+    lanes = min(_MOST_LANES, power_of_two(ellipsoids))
+    return _Shape(1, lanes, 1, True, ellipsoids <= lanes, chunk, 2 * _MANY_LANES // chunk, 4)

@@ -6,9 +6,9 @@ out beforehand, label and rule included.
 
 Membership in K ellipsoids is a pattern of bits, 32 to a word. A cell is found by the hash of its pattern, in a table
 with open addressing, and the pattern is compared to the last bit before it is believed. Only patterns that no training
-point has, and those whose majority is tied, need the pass over all cells. That pass counts bits: an entry stands for
-the points of one class in one cell, every ellipsoid has a bit for each entry, and the numbers of points are there in
-binary, a row of bits for each digit.
+point has, and ties that neither of the two nearest classes is in, need the pass over all cells. That pass counts bits:
+an entry stands for the points of one class in one cell, every ellipsoid has a bit for each entry, and the numbers of
+points are there in binary, a row of bits for each digit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALIGNED = 4
 PAGE = 1024
 
 # What a table of words begins with: sizes, and where its sections begin.
-SIZES = ("ellipsoids", "classes", "cells", "digits", "size", "slot_mask", "probes")
+SIZES = ("ellipsoids", "classes", "cells", "most_words", "digits", "size", "slot_mask", "probes")
 SECTIONS = (
     "codes", "order", "starts", "totals", "entry_starts", "numbers", "slots", "keys", "verdicts", "trusts", "patterns",
     "members", "merged", "merged_trusts", "counts", "sums", "reach", "ranks", "merged_sums",
@@ -99,7 +99,8 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``counts`` (K + P, C): the points that vouch in every ellipsoid alone, then in the region of every cell: those in
       all of its ellipsoids if they have a majority, else those in any of them;
     - ``sums`` (K + P,) int64: their sums over classes, each count times the points of the class;
-    - ``verdicts`` (K + P,): twice the label, plus one where the majority is that in all ellipsoids;
+    - ``verdicts`` (K + P,): four times the label, plus one where the majority is that in all ellipsoids, plus two where
+      there is none: the label then has as many points as others, and what is nearest decides;
     - ``trusts`` (K + P,) float64: the trust in that label;
     - ``reach`` (K, C, Q): distances of the training points, sorted, in the dtype of the model;
     - ``ranks`` (C, Q + 1): how many points lie within each of them, none before the first;
@@ -118,18 +119,19 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     in_all, in_any = ops.region_counts(training.cells, training.cells, training.counts)
     by_all = decided(in_all)
     in_region = torch.where(by_all[:, None], in_all, in_any)
-    # Points in fewer than two ellipsoids are judged without their cell, and ties by what is nearest.
-    known = (cells.sum(axis=1) > 1) & (by_all | decided(in_any)).cpu().numpy()
-    slots, probes = hash_table(keys, np.flatnonzero(known))
+    # Points in fewer than two ellipsoids are judged without their cell.
+    slots, probes = hash_table(keys, np.flatnonzero(cells.sum(axis=1) > 1))
     counts = torch.cat([training.held[order], in_region])
     label = torch.cat([codes, in_region.argmax(dim=1)])
     narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
+    torn = torch.cat([torch.zeros_like(codes), (~by_all & ~decided(in_any)).to(codes.dtype)])
     sums = (counts * totals).sum(dim=1)
     members, entry_starts, numbers = entries(cells, training.counts.cpu().numpy())
     sizes = {
         "ellipsoids": len(codes),
         "classes": classes,
         "cells": len(cells),
+        "most_words": int(np.diff(entry_starts).max()),
         "digits": len(numbers),
         "size": size,
         "slot_mask": len(slots) - 1,
@@ -148,7 +150,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
         "members": torch.from_numpy(members).to(device),
         "counts": counts.int(),
         "sums": sums,
-        "verdicts": (2 * label + narrow).int(),
+        "verdicts": (4 * label + 2 * torn + narrow).int(),
         "trusts": _trust(counts.gather(1, label[:, None])[:, 0], totals[label], sums),
         "reach": training.reach[order],
         "ranks": torch.nn.functional.pad(training.ranks, (1, 0)).int(),
