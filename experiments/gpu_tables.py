@@ -110,14 +110,15 @@ def targets(parts: dict[str, Any]) -> str:
 
 
 def exceptions(rows: list[dict[str, Any]]) -> str:
-    """Where a whole forward takes too long, and how many of its rows had to be counted."""
+    """Where a whole forward takes too long, and how many of its rows had a pattern that no training point has."""
     slow = [row for row in rows if row["ratio"] > MOST_RATIO]
     if not slow:
         return ""
     named = ", ".join(f"{size(row)} ({row['ratio']:.2f} times; {row['unseen']:.1%})" for row in slow)
     return (
-        f". It does not at {named}; in brackets also the share of rows whose pattern no training point has, which "
-        "is not looked up but counted: the batch waits for the slowest of them"
+        f", and not at {named}. Longer than a lookup takes a row that must be counted, and its batch waits for it: one "
+        "with a pattern that no training point has, whose share is in brackets too, or with a tie that neither of the "
+        "two nearest classes is in"
     )
 
 
