@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sepc_torch.kernels.counting import majority
 from sepc_torch.kernels.lookup import (
     CODES,
     COUNTS,
@@ -24,12 +25,11 @@ from sepc_torch.kernels.lookup import (
     TOTALS,
     TRUSTS,
     VERDICTS,
-    count_region,
-    count_tied,
     expanded,
     hashed,
     likely_cell,
     lowest_bit,
+    ordered,
     reached,
     same_pattern,
     same_words,
@@ -43,12 +43,6 @@ _TIED = tl.constexpr(1.0 + NEAREST_TIE)
 _SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
 _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
 _LARGEST_INT = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def ordered(x):
-    """Numbers with NaN below all, which is where torch's minimum finds it."""
-    return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
@@ -78,21 +72,6 @@ def _other_class(x, c, least, least_class, other, other_class):
 
 
 @triton.jit
-def _class_distances(tables, distance, chosen, rows, group, classes):
-    """Distance of one row to the nearest ellipsoid of some classes; infinite for a class without one."""
-    starts = section(tables, STARTS)
-    begin = tl.load(starts + group, mask=group < classes, other=0)
-    end = tl.load(starts + group + 1, mask=group < classes, other=0)
-    p = tl.arange(0, 16)
-    near = tl.full([group.shape[0], 16], float("inf"), distance.dtype.element_ty)
-    for m in range(0, tl.max(end - begin, axis=0), 16):
-        k = begin[:, None] + m + p[None, :]
-        found = tl.load(distance + k * rows + chosen, mask=k < end[:, None], other=float("inf"))
-        near = tl.minimum(near, ordered(found))
-    return tl.min(near, axis=1)
-
-
-@triton.jit
 def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.constexpr):
     """Distance of rows to the nearest ellipsoid of a class, each of its own."""
     starts = section(tables, STARTS)
@@ -104,73 +83,6 @@ def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.con
         found = tl.load(distance + k * rows + row[:, None], mask=k < end[:, None], other=float("inf"))
         near = tl.minimum(near, ordered(found))
     return tl.min(near, axis=1)
-
-
-@triton.jit
-def _majority(
-    tables, distance, nearness, pattern, words, chosen, rows, is_tied, tied_within, nearest_class, judged, ellipsoids,
-    classes, judging: tl.constexpr, kind: tl.constexpr, known: tl.constexpr,
-    class_chunk: tl.constexpr, class_words: tl.constexpr,
-):  # fmt: skip
-    """The majority of the points in all ellipsoids of one row, else of those in any, else the nearest class of a tie.
-
-    ``nearest_class`` is that of the least distance; a tie that it is in, it wins. Returns the majority's class and
-    points, the sum over classes, whether it is that in all, and the points of class ``judged``.
-    """
-    number_type: tl.constexpr = distance.dtype.element_ty
-    largest: tl.constexpr = 1.7976931348623157e308 if number_type == tl.float64 else 3.4028234663852886e38
-    most, most_number, most_class = -1, 0, 0
-    most_any, any_class = -1, 0
-    unset = tl.min(tl.full([class_chunk], float("inf"), number_type), axis=0)
-    closest = unset
-    sum_all, sum_any = chosen.to(tl.int64) * 0, chosen.to(tl.int64) * 0
-    judged_all, judged_any = 0, 0
-    for begin in range(0, classes, class_chunk):
-        group = begin + tl.arange(0, class_chunk)
-        present = group < classes
-        if is_tied:
-            in_all, in_any = count_tied(
-                tables, distance, nearness, chosen, rows, group, tied_within, classes, ellipsoids, kind
-            )
-        else:
-            in_all, in_any = count_region(
-                tables, pattern, words, chosen, rows, group, classes, ellipsoids, known, class_words
-            )
-        total = tl.load(section(tables, TOTALS) + group, mask=present, other=0).to(tl.int64)
-        sum_all += tl.sum(tl.where(present, in_all, 0).to(tl.int64) * total, axis=0)
-        sum_any += tl.sum(tl.where(present, in_any, 0).to(tl.int64) * total, axis=0)
-        if judging:
-            judged_all += tl.sum(tl.where(group == judged, in_all, 0), axis=0)
-            judged_any += tl.sum(tl.where(group == judged, in_any, 0), axis=0)
-
-        in_all = tl.where(present, in_all, -1)
-        top = tl.max(in_all, axis=0)
-        number = tl.sum((in_all == top).to(tl.int32), axis=0)
-        most_number = tl.where(top > most, number, tl.where(top == most, most_number + number, most_number))
-        top_class = tl.min(tl.where(in_all == top, group, _LARGEST_INT), axis=0)
-        most_class = tl.where(top > most, top_class, most_class)
-        most = tl.maximum(most, top)
-
-        in_any = tl.where(present, in_any, -1)
-        top = tl.max(in_any, axis=0)
-        number = tl.sum((in_any == top).to(tl.int32), axis=0)
-        # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
-        has_nearest = tl.max(((in_any == top) & (group == nearest_class)).to(tl.int32), axis=0) > 0
-        top_class = tl.min(tl.where(in_any == top, group, _LARGEST_INT), axis=0)
-        top_class, top_close = tl.where(has_nearest, nearest_class, top_class), unset
-        if (classes > class_chunk) | ((number > 1) & (most_number != 1) & (not has_nearest)):
-            close = tl.minimum(_class_distances(tables, distance, chosen, rows, group, classes), largest)
-            close = tl.where(in_any == top, close, float("inf"))
-            top_close = tl.min(close, axis=0)
-            top_class = tl.min(tl.where(close == top_close, group, _LARGEST_INT), axis=0)
-        closer = (top > most_any) | ((top == most_any) & (top_close < closest))
-        any_class, closest = tl.where(closer, top_class, any_class), tl.where(closer, top_close, closest)
-        most_any = tl.maximum(most_any, top)
-    unique = most_number == 1
-    return (
-        tl.where(unique, most_class, any_class), tl.where(unique, most, most_any), tl.where(unique, sum_all, sum_any),
-        unique, tl.where(unique, judged_all, judged_any),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -388,7 +300,7 @@ def decide(
             judged = 0
             if judging:
                 judged = tl.sum(tl.where(here, theirs, 0), axis=0)
-            its_label, its_number, its_products, unique, judged_number = _majority(
+            its_label, its_number, its_products, unique, judged_number = majority(
                 tables, distance, nearness, pattern, tl.reshape(word, [tile * words]), chosen, rows, is_tied,
                 tied_within, its_nearest, judged, ellipsoids, classes, judging, kind, known, class_chunk, class_words,
             )  # fmt: skip

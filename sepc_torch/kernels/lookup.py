@@ -15,7 +15,6 @@ from sepc_torch.rules import NEAREST_TIE, Rule
 LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 PAGE = tl.constexpr(PAGE_WORDS)
-_NONE = tl.constexpr(2**31 - 1)
 # A number for all that kernels take from Python's globals. Triton before 3.5 keeps compiled kernels by their source
 # alone, and would run an old one with a new layout; so kernels take this as an argument that they do not use.
 LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, PAGE_WORDS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
@@ -27,11 +26,11 @@ def _at(name: str) -> tl.constexpr:
 
 
 ELLIPSOIDS, CLASSES, _CELLS, _SIZE = _at("ellipsoids"), _at("classes"), _at("cells"), _at("size")
-_MOST_WORDS, _DIGITS, _SLOT_MASK, _PROBES = _at("most_words"), _at("digits"), _at("slot_mask"), _at("probes")
+MOST_WORDS, DIGITS, _SLOT_MASK, _PROBES = _at("most_words"), _at("digits"), _at("slot_mask"), _at("probes")
 CODES, ORDER, STARTS, TOTALS = _at("codes"), _at("order"), _at("starts"), _at("totals")
 VERDICTS, TRUSTS, COUNTS, SUMS = _at("verdicts"), _at("trusts"), _at("counts"), _at("sums")
 _PATTERNS, _KEYS, _SLOTS = _at("patterns"), _at("keys"), _at("slots")
-_MEMBERS, _ENTRY_STARTS, _NUMBERS = _at("members"), _at("entry_starts"), _at("numbers")
+MEMBERS, ENTRY_STARTS, NUMBERS = _at("members"), _at("entry_starts"), _at("numbers")
 _REACH, _RANKS = _at("reach"), _at("ranks")
 _MERGED, _MERGED_TRUSTS, _MERGED_SUMS = _at("merged"), _at("merged_trusts"), _at("merged_sums")
 
@@ -58,6 +57,12 @@ def section(tables, name):
 def section_of(tables, name, kind: tl.constexpr):
     """Where a section of numbers of another kind begins."""
     return section(tables, name).to(tl.pointer_type(kind))
+
+
+@triton.jit
+def ordered(x):
+    """Numbers with NaN below all, which is where torch's minimum finds it."""
+    return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
@@ -207,91 +212,3 @@ def same_words(tables, word, cell, width):
     asked = (cell >= 0)[:, None] & (w < width)
     seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
     return (cell >= 0) & (tl.max((asked & (seen != word)).to(tl.int32), axis=1) == 0)
-
-
-@triton.jit
-def _first_held(words, first):
-    """The first of the ellipsoids that some words tell of; _NONE if there is none."""
-    i = first + tl.arange(0, words.shape[0])
-    return tl.min(tl.where(words != 0, i * 32 + lowest_bit(words), _NONE), axis=0)
-
-
-@triton.jit
-def _without(words, first, nth):
-    """Words without their lowest bit, if that is of this ellipsoid."""
-    i = first + tl.arange(0, words.shape[0])
-    return tl.where((i == nth >> 5) & (words & (1 << (nth & 31)) != 0), words & (words - 1), words)
-
-
-@triton.jit
-def _members(tables, words, first, every, some, entry, here, entry_words):
-    """Words of entries in every ellipsoid and in some, after those that words of a pattern tell of."""
-    members = section(tables, _MEMBERS)
-    nth = _first_held(words, first)
-    while nth < _NONE:
-        # Two at a time, so that they are waited for together; the last may be alone.
-        words = _without(words, first, nth)
-        other = _first_held(words, first)
-        other = tl.where(other < _NONE, other, nth)
-        has = tl.load(members + nth * entry_words + entry, mask=here, other=0)
-        others = tl.load(members + other * entry_words + entry, mask=here, other=0)
-        words = _without(words, first, other)
-        nth = _first_held(words, first)
-        every, some = every & has & others, some | has | others
-    return every, some
-
-
-@triton.jit
-def count_region(
-    tables, pattern, words, chosen, rows, group, classes, ellipsoids, known: tl.constexpr, chunk: tl.constexpr
-):  # fmt: skip
-    """Training points of some classes in all, and in any, of the ellipsoids that hold one row; 32 entries to a word.
-
-    The row's pattern is known as ``words``, or read from where patterns are. Classes are taken side by side, so many
-    words of each at once.
-    """
-    i = tl.arange(0, 32)
-    starts, numbers = section(tables, _ENTRY_STARTS), section(tables, _NUMBERS)
-    digits = tl.load(tables + _DIGITS)
-    entry_words = tl.load(starts + classes)
-    start = tl.load(starts + group, mask=group < classes, other=0)[:, None]
-    end = tl.load(starts + group + 1, mask=group < classes, other=0)[:, None]
-    number_all = tl.zeros([group.shape[0], chunk], tl.int32)
-    number_any = tl.zeros([group.shape[0], chunk], tl.int32)
-    for begin in range(0, tl.load(tables + _MOST_WORDS), chunk):
-        entry = start + (begin + tl.arange(0, chunk))[None, :]
-        here = entry < end
-        every = tl.full([group.shape[0], chunk], -1, tl.int32)
-        some = tl.zeros([group.shape[0], chunk], tl.int32)
-        if known:
-            every, some = _members(tables, words, 0, every, some, entry, here, entry_words)
-        else:
-            for w in range(0, (ellipsoids + 31) // 32, 32):
-                stored = tl.load(pattern + (w + i) * rows + chosen, mask=(w + i) * 32 < ellipsoids, other=0)
-                every, some = _members(tables, stored, w, every, some, entry, here, entry_words)
-        for digit in tl.range(0, digits, loop_unroll_factor=4):
-            has = tl.load(numbers + digit * entry_words + entry, mask=here, other=0)
-            number_all += bits_of(every & has) << digit
-            number_any += bits_of(some & has) << digit
-    return tl.sum(number_all, axis=1), tl.sum(number_any, axis=1)
-
-
-@triton.jit
-def count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, ellipsoids, kind: tl.constexpr):
-    """The fewest and the most points of some classes in the expansions of the ellipsoids equally near to one row."""
-    i = tl.arange(0, 32)
-    fewest = tl.full([group.shape[0]], 2147483647, tl.int32)
-    greatest = tl.zeros([group.shape[0]], tl.int32)
-    for begin in range(0, ellipsoids, 32):
-        column = begin + i
-        near = tl.load(nearness + column * rows + chosen, mask=column < ellipsoids, other=float("inf"))
-        equal = (near <= bound) & (column < ellipsoids)
-        number = tl.sum(equal.to(tl.int32), axis=0)
-        while number > 0:
-            nth = tl.min(tl.where(equal, column, ellipsoids), axis=0)
-            reached_by = tl.load(distance + nth * rows + chosen) * LIMIT + tl.zeros([group.shape[0]], bound.dtype)
-            found = reached(tables, nth, group, reached_by, group < classes, classes, kind, 1)
-            fewest, greatest = tl.minimum(fewest, found), tl.maximum(greatest, found)
-            equal = equal & (column != nth)
-            number -= 1
-    return fewest, greatest
