@@ -10,10 +10,10 @@ and makes it at least twice as fast as with distances in three TF32 products.
     python experiments/bench_gpu.py
     python experiments/bench_gpu.py --only exact,compile    # measure these parts anew
 
-Times are medians on the device, caches emptied and output allocated anew in each call, for the whole
-``EllipsoidBank.forward`` and ``SEPC.forward``. A forward and its distances are replayed from CUDA graphs: a device that
-waits for Python between the kernels of a small batch would be timed waiting (``called`` is what events around calls
-say). ``wait`` is what a caller waits for the result, Python included.
+Times are medians on the device, caches emptied before each call, for the whole ``EllipsoidBank.forward`` and
+``SEPC.forward``, output allocated anew. A forward beside its distances is replayed from a CUDA graph, as they are: a
+device that waits for Python between the kernels of a small batch would be timed waiting (``called`` is what events
+around calls say). ``wait`` is what a caller waits for the result, Python included.
 ``floor`` is the time that the chip would need for the three float16 products of the blocks visited,
 at the rate that one large float16 product reaches in the same run, or for reading the points and writing the distances
 once, whichever is more. Models are synthetic (synthetic_models.py).
@@ -181,7 +181,7 @@ def rule_shares(out: Prediction) -> list[float]:
 
 
 def unseen_share(model: Synthetic, z: Tensor) -> float:
-    """The share of points in several ellipsoids that hold no training point together, and nothing else."""
+    """The share of points in several ellipsoids, of which no training point is in exactly the same ones."""
     inside = (model.bank("torch")(z) <= 1.0 + SURFACE_TOLERANCE).cpu().numpy()
     known = {cell.tobytes() for cell in model.training.cells.cpu().numpy()}
     return sum(row.sum() > 1 and row.tobytes() not in known for row in inside) / len(inside)

@@ -21,7 +21,9 @@ from sepc_torch.kernels import fused, judging, resolving, screening, tables
 from sepc_torch.kernels.bounds import screen
 from sepc_torch.kernels.splitting import split
 from sepc_torch.prediction import Prediction
+from sepc_torch.rules import TrainingCounts, class_distance, resolve
 from sepc_torch.sepc import SEPC
+from sepc_torch.verdict import verdict
 
 Rng = np.random.Generator
 # Numbers are split into 22 bits; three such errors and the rounding of sums, in units of the terms that are summed.
@@ -59,7 +61,7 @@ def distances(rng: Rng) -> None:
 
 def rows_are_many_from(number: int) -> None:
     """From so many rows on a thread takes each, which the interpreter is quicker with; below, a warp."""
-    resolving._MANY_ROWS = number
+    resolving._MANY_ROWS = resolving._MOST_ROWS = number
     resolving._program_shape.cache_clear()
 
 
@@ -80,7 +82,7 @@ def compare(found: tuple[torch.Tensor, torch.Tensor], own: Prediction, given: Pr
         assert torch.equal(ints[runner_up][good], label.runner_up[good])
         assert torch.allclose(floats[trust], label.trust, rtol=1e-6, atol=0)
         assert torch.allclose(floats[margin], label.margin, rtol=2e-5, atol=0, equal_nan=True)
-    assert torch.allclose(floats[1][good], own.distance[good], rtol=1e-5, atol=0)
+    assert torch.allclose(floats[1][good], own.distance[good], rtol=1e-5, atol=0, equal_nan=True)
     assert not floats[1][~good].isfinite().any()
 
 
@@ -114,8 +116,64 @@ def decisions(rng: Rng) -> None:
     assert seen == {0, 1, 2, 3}
 
 
+def by_kernel_and_by_torch(
+    distance: torch.Tensor, training: TrainingCounts, totals: torch.Tensor, given: torch.Tensor
+) -> None:
+    """Distances however odd are judged alike, by a thread to a row and by a warp, with given labels and without."""
+    found = resolve(distance, training)
+    own, judged = (verdict(distance, found, training, totals, label) for label in (found.label, given))
+    kernels = judging.Kernels(tables.rule_tables(training, totals), None, None)
+    for many in (0, 2**30):
+        rows_are_many_from(many)
+        both = judging.decide(distance, None, given, kernels)
+        compare(both, own, judged)
+        for parts, whole in zip(judging.decide(distance, None, None, kernels), both, strict=True):
+            assert torch.equal(parts.nan_to_num(), whole[: len(parts)].nan_to_num())
+
+
+def ties(rng: Rng) -> None:
+    """A tie goes to the nearest of its classes, which may be the nearest of all, the second, or a third.
+
+    Ellipsoids 0, 1 and 2 are of classes 0, 1 and 2; class 3 has none.
+    """
+    distance = torch.tensor([[0.2, 0.5, 0.9], [0.9, 0.2, 0.5], [0.5, 0.9, 0.2], [0.3, 0.3, 0.3]])
+    for tied in ([0, 1], [0, 2], [1, 2], [2, 3], [0, 3], [0, 1, 2], [0, 1, 2, 3]):
+        counts = torch.zeros(2, 4, dtype=torch.int64)
+        counts[0, tied] = 7
+        counts[1] = torch.tensor([3, 1, 0, 2])
+        training = TrainingCounts(
+            torch.arange(3),
+            torch.tensor([[True, True, True], [False, False, False]]),
+            counts,
+            counts[:1].repeat(3, 1),
+            torch.ones(3, 4, 1),
+            torch.full((4, 1), 9),
+        )
+        totals = torch.from_numpy(rng.integers(10, 50, 4))
+        label = resolve(distance, training).label
+        assert set(label.tolist()) <= set(tied)
+        by_kernel_and_by_torch(distance, training, totals, torch.arange(4))
+
+
+def odd_distances(rng: Rng) -> None:
+    """Rows with some distances that are infinite or no numbers, and with more ellipsoids than lanes."""
+    for count, classes, rows in ((1, 2, 12), (9, 3, 20), (40, 4, 12), (300, 3, 3), (1100, 3, 3)):
+        sepc = model_of(rng, count, 2, classes, held=2.0, points=200)
+        distance = sepc.bank(points_for(rng, sepc, rows))
+        odd = torch.from_numpy(rng.random(distance.shape) < 0.1)
+        numbers = torch.tensor([torch.nan, torch.inf, 1.0, 3.4e38])[
+            torch.from_numpy(rng.integers(0, 4, distance.shape))
+        ]
+        distance[::2] = torch.where(odd, numbers, distance)[::2]
+        given = torch.from_numpy(rng.integers(0, classes, rows))
+        by_kernel_and_by_torch(distance, sepc.training_counts, sepc.totals, given)
+
+
 def known_patterns(rng: Rng) -> None:
-    """Patterns that a training point has are looked up: without the numbers of entries they are judged the same."""
+    """Patterns that a training point has are looked up: without the numbers of entries they are judged the same.
+
+    So are their ties, if one of the two nearest classes is in them.
+    """
     sepc = model_of(rng, 40, 2, 4, held=3.0)
     z = points_for(rng, sepc, 64, bad=False)
     distance = sepc.bank(z)
@@ -124,7 +182,12 @@ def known_patterns(rng: Rng) -> None:
     _, sections = tables.laid_out(sepc.training_counts, sepc.totals)
     listed = set(sections["slots"].tolist()) - {-1}
     cells = {tuple(cell): p for p, cell in enumerate(sepc.cells.tolist())}
-    known = torch.tensor([cells.get(tuple(row)) in listed for row in inside.tolist()])
+    cell = torch.tensor([cells.get(tuple(row), -1) for row in inside.tolist()])
+    known = torch.tensor([p in listed for p in cell.tolist()])
+    vouching = sections["counts"][40 + cell]
+    two = class_distance(distance, sepc.training_counts).topk(2, largest=False).indices
+    settled = (vouching.gather(1, two) == vouching.amax(dim=1, keepdim=True)).any(dim=1)
+    known &= settled | (sections["verdicts"][40 + cell] & 2 == 0)
     assert 2 < int(known.sum()) < int((inside.sum(dim=1) > 1).sum())
     words = kernels.tables.words.clone()
     place = int(words[len(tables.SIZES) + tables.SECTIONS.index("numbers")])

@@ -62,7 +62,19 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("check", ["distances", "decisions", "known_patterns", "pieces", "bounds", "screening_decides"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "distances",
+        "decisions",
+        "ties",
+        "odd_distances",
+        "known_patterns",
+        "pieces",
+        "bounds",
+        "screening_decides",
+    ],
+)
 def test_in_the_interpreter(rng: Rng, check: str) -> None:
     script = Path(__file__).with_name("kernels_in_the_interpreter.py")
     done = subprocess.run(
@@ -78,16 +90,18 @@ def test_in_the_interpreter(rng: Rng, check: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("number", "rows", "ellipsoids", "euclidean", "judging", "merged"),
+    ("number", "rows", "ellipsoids", "classes", "euclidean", "judging", "merged"),
     [
-        ("fp32", 2**20, 100, False, True, True),
-        ("fp32", 2**20, 1, False, False, True),
-        ("fp32", 1, 50, False, False, False),
-        ("fp64", 2**20, 20, True, True, True),
+        ("fp32", 2**20, 100, 4, False, True, True),
+        ("fp32", 2**20, 1, 2, False, False, True),
+        ("fp32", 1, 50, 40, False, False, False),
+        ("fp32", 1000, 300, 8, False, False, True),
+        ("fp32", 1, 1100, 16, False, False, True),
+        ("fp64", 2**20, 20, 1, True, True, True),
     ],
 )
 def test_decisions_compile_for_a_gpu(
-    number: str, rows: int, ellipsoids: int, euclidean: bool, judging: bool, merged: bool
+    number: str, rows: int, ellipsoids: int, classes: int, euclidean: bool, judging: bool, merged: bool
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU."""
     from triton.backends.compiler import GPUTarget
@@ -96,7 +110,7 @@ def test_decisions_compile_for_a_gpu(
     from sepc_torch.kernels import overlapping
     from sepc_torch.kernels.resolving import _program_shape, _resolve
 
-    shape = _program_shape(rows, ellipsoids, 4)._asdict()
+    shape = _program_shape(rows, ellipsoids, classes)._asdict()
     options = {"num_warps": shape.pop("warps")}
     integers = {"given": "*i64", "tables": "*i32", "ints": "*i64", "rows": "i32", "stride": "i32", "pages": "i32"}
     constants = shape | {

@@ -130,7 +130,9 @@ def test_tables_are_one_after_another(rng: Rng) -> None:
     assert not tables.double
 
 
-@pytest.mark.parametrize(("count", "classes", "points"), [(1, 2, 8), (40, 3, 300), (7, 30, 200), (90, 2, 2000)])
+@pytest.mark.parametrize(
+    ("count", "classes", "points"), [(1, 2, 8), (40, 3, 300), (7, 30, 200), (9, 400, 900), (90, 2, 2000)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("most_merged", [0, 2**24])
 def test_no_table_is_larger_than_foreseen(

@@ -14,24 +14,22 @@ from sepc_torch.kernels.lookup import (
     LIMIT,
     MEMBERS,
     MOST_WORDS,
+    NONE,
     NUMBERS,
     STARTS,
     TOTALS,
     bits_of,
-    lowest_bit,
+    lowest_place,
     ordered,
     reached,
     section,
 )
 
-_NONE = tl.constexpr(2**31 - 1)
-
 
 @triton.jit
 def _first_held(words, first):
-    """The first of the ellipsoids that some words tell of; _NONE if there is none."""
-    i = first + tl.arange(0, words.shape[0])
-    return tl.min(tl.where(words != 0, i * 32 + lowest_bit(words), _NONE), axis=0)
+    """The first of the ellipsoids that some words of a pattern have; NONE if there is none."""
+    return tl.min(lowest_place(words, first + tl.arange(0, words.shape[0])), axis=0)
 
 
 @triton.jit
@@ -43,14 +41,14 @@ def _without(words, first, nth):
 
 @triton.jit
 def _members(tables, words, first, every, some, entry, here, entry_words):
-    """Words of entries in every ellipsoid and in some, after those that words of a pattern tell of."""
+    """Words of entries in every ellipsoid and in some of them, once those that words of a pattern have are added."""
     members = section(tables, MEMBERS)
     nth = _first_held(words, first)
-    while nth < _NONE:
+    while nth < NONE:
         # Two at a time, so that they are waited for together; the last may be alone.
         words = _without(words, first, nth)
         other = _first_held(words, first)
-        other = tl.where(other < _NONE, other, nth)
+        other = tl.where(other < NONE, other, nth)
         has = tl.load(members + nth * entry_words + entry, mask=here, other=0)
         others = tl.load(members + other * entry_words + entry, mask=here, other=0)
         words = _without(words, first, other)
@@ -98,7 +96,7 @@ def _count_region(
 def _count_tied(tables, distance, nearness, chosen, rows, group, bound, classes, ellipsoids, kind: tl.constexpr):
     """The fewest and the most points of some classes in the expansions of the ellipsoids equally near to one row."""
     i = tl.arange(0, 32)
-    fewest = tl.full([group.shape[0]], 2147483647, tl.int32)
+    fewest = tl.full([group.shape[0]], NONE, tl.int32)
     greatest = tl.zeros([group.shape[0]], tl.int32)
     for begin in range(0, ellipsoids, 32):
         column = begin + i
@@ -171,7 +169,7 @@ def majority(
         top = tl.max(in_all, axis=0)
         number = tl.sum((in_all == top).to(tl.int32), axis=0)
         most_number = tl.where(top > most, number, tl.where(top == most, most_number + number, most_number))
-        top_class = tl.min(tl.where(in_all == top, group, _NONE), axis=0)
+        top_class = tl.min(tl.where(in_all == top, group, NONE), axis=0)
         most_class = tl.where(top > most, top_class, most_class)
         most = tl.maximum(most, top)
 
@@ -180,13 +178,13 @@ def majority(
         number = tl.sum((in_any == top).to(tl.int32), axis=0)
         # Distances decide ties. A tied class without an ellipsoid still comes before one that is not tied.
         has_nearest = tl.max(((in_any == top) & (group == nearest_class)).to(tl.int32), axis=0) > 0
-        top_class = tl.min(tl.where(in_any == top, group, _NONE), axis=0)
+        top_class = tl.min(tl.where(in_any == top, group, NONE), axis=0)
         top_class, top_close = tl.where(has_nearest, nearest_class, top_class), unset
         if (classes > class_chunk) | ((number > 1) & (most_number != 1) & (not has_nearest)):
             close = tl.minimum(_class_distances(tables, distance, chosen, rows, group, classes), largest)
             close = tl.where(in_any == top, close, float("inf"))
             top_close = tl.min(close, axis=0)
-            top_class = tl.min(tl.where(close == top_close, group, _NONE), axis=0)
+            top_class = tl.min(tl.where(close == top_close, group, NONE), axis=0)
         closer = (top > most_any) | ((top == most_any) & (top_close < closest))
         any_class, closest = tl.where(closer, top_class, any_class), tl.where(closer, top_close, closest)
         most_any = tl.maximum(most_any, top)

@@ -19,6 +19,7 @@ from sepc_torch.kernels.lookup import (
     CODES,
     COUNTS,
     LIMIT,
+    NONE,
     ORDER,
     STARTS,
     SUMS,
@@ -28,7 +29,7 @@ from sepc_torch.kernels.lookup import (
     expanded,
     hashed,
     likely_cell,
-    lowest_bit,
+    lowest_place,
     ordered,
     reached,
     same_pattern,
@@ -42,7 +43,6 @@ from sepc_torch.rules import NEAREST_TIE, Rule
 _TIED = tl.constexpr(1.0 + NEAREST_TIE)
 _SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
 _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
-_LARGEST_INT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def two_least(x, k, least, place, second):
 def _of_lanes(least, place, second):
     """Place and distance of the nearest, and the second distance, over all lanes; of equals the first is nearest."""
     best = tl.min(least, axis=1)
-    nearest = tl.min(tl.where(least == best[:, None], place, _LARGEST_INT), axis=1)
+    nearest = tl.min(tl.where(least == best[:, None], place, NONE), axis=1)
     wins = (least == best[:, None]) & (place == nearest[:, None])
     return nearest, best, tl.min(tl.where(wins, second, least), axis=1)
 
@@ -103,8 +103,8 @@ def _tie_break(tables, line, label, torn, best_class, next_class, next_distance,
 @triton.jit
 def _identified(word, w, key, first):
     """The hash of patterns and their first bit, after the words w."""
-    lowest = tl.where(word != 0, w[None, :] * 32 + lowest_bit(word), _LARGEST_INT)
-    return key + tl.sum(hashed(word, w[None, :]), axis=1), tl.minimum(first, tl.min(lowest, axis=1))
+    lowest = tl.min(lowest_place(word, w[None, :]), axis=1)
+    return key + tl.sum(hashed(word, w[None, :]), axis=1), tl.minimum(first, lowest)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def decide(
     least_near, second_near, place_near = unset, unset, none
     finite = none
     held_by = zero
-    # A word at a time, or as many words as there are lanes for. A whole pattern fits into these.
+    # A word at a time, or as many words as there are lanes for; of a ``whole`` pattern these are all.
     span: tl.constexpr = lanes if lanes > 32 else 32
     words: tl.constexpr = span // 32
     word = tl.zeros([tile, words], tl.int32)
@@ -199,7 +199,7 @@ def decide(
     elsewhere = tl.where(least_class == best_class[:, None], other, least)
     its_class = tl.where(least_class == best_class[:, None], other_class, least_class)
     next_distance = tl.min(elsewhere, axis=1)
-    next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, _LARGEST_INT), axis=1)
+    next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, NONE), axis=1)
     bad = best == float("inf")
     outside, single, several = held_by == 0, live & (held_by == 1), live & (held_by > 1)
     holder, nearest_class = nearest, best_class
@@ -211,13 +211,12 @@ def decide(
         nearest_class = tl.load(codes + nearest, mask=live, other=0)
         nearest_distance = tl.load(distance + nearest * rows + row, mask=live, other=0.0)
     before = tl.load(section(tables, ORDER) + nearest, mask=live, other=0)
-    alone = second_outside > least_outside * _TIED
+    alone = (second_outside > least_outside * _TIED) | (ellipsoids == 1)
     lonely = outside & alone & live
     tied = outside & ~alone & live & ~bad
     # Rows that need more than one line of a table. Of the others the label is that of the nearest.
     if once and lanes * unroll == 1:
         some_unusual: tl.constexpr = False  # a single ellipsoid
-        lonely = outside & live
         bad |= best == float("-inf")
     else:
         unusual = several | tied | (live & (best == float("-inf")))
@@ -231,7 +230,7 @@ def decide(
         bad |= (best == float("-inf")) & (tl.max(finite, axis=1) == 0)
         tied &= ~bad
         key = zero.to(tl.int64)
-        first = zero + _LARGEST_INT
+        first = zero + NONE
         if whole:
             key, first = _identified(word, tl.arange(0, words), key, first)
         else:

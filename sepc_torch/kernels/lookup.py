@@ -15,8 +15,10 @@ from sepc_torch.rules import NEAREST_TIE, Rule
 LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 PAGE = tl.constexpr(PAGE_WORDS)
-# A number for all that kernels take from Python's globals. Triton before 3.5 keeps compiled kernels by their source
-# alone, and would run an old one with a new layout; so kernels take this as an argument that they do not use.
+NONE = tl.constexpr(2**31 - 1)
+# A number for all that kernels take from Python's globals and that may change. Triton before 3.5 keeps compiled kernels
+# by their source alone, and would run an old one with a new layout; so kernels take this as an argument that they do
+# not use.
 LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, PAGE_WORDS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
 
 
@@ -70,6 +72,12 @@ def lowest_bit(word):
     """The place of the lowest bit: a power of two tells it in the exponent of a float32. For zero, any place."""
     power = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
     return ((power.to(tl.int32, bitcast=True) >> 23) - 127) & 31
+
+
+@triton.jit
+def lowest_place(word, w):
+    """The place of the lowest bit of words w in a pattern; NONE for a word without one."""
+    return tl.where(word != 0, w * 32 + lowest_bit(word), NONE)
 
 
 # Whether there is a compiler, or an interpreter, which does not know the instructions of a chip.

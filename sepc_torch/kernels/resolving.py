@@ -25,7 +25,7 @@ _MOST_ROWS = 2**15
 # Up to so many rows the chip has room for more than a warp to each, which pays with more ellipsoids.
 _FEW_ROWS = 128
 # A warp to a program: threads that wait for no other, and as many programs as there can be. With a single ellipsoid no
-# thread waits for another anyway, and half the programs do.
+# thread waits for another anyway, and half as many programs are enough.
 _TILE = 32
 _REGISTERS = 64
 # Lanes that share a row of many ellipsoids, and of few rows; classes that the rare cases take at once, and distances
@@ -112,8 +112,8 @@ def room_for(ellipsoids: int, rows: int, like: Tensor) -> Float[Tensor, "R B"]:
 class _Shape(NamedTuple):
     """Rows of a program, lanes of a row, classes of the rare cases and words of entries of each, and warps.
 
-    A lane asks for ``unroll`` distances at once. These are all that there are (``once``), or the lanes have room for
-    a whole pattern (``whole``), or neither.
+    A lane asks for ``unroll`` distances at once. Asking once is enough for the words that are taken at a time
+    (``once``), and these may be the whole pattern (``whole``).
     """
 
     tile: int

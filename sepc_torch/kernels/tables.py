@@ -32,6 +32,8 @@ _ROOM = 4
 _MOST_MERGED = 2**24
 # Sections begin at multiples of so many words, so that they hold numbers of any size.
 _ALIGNED = 4
+# Ellipsoids whose entries are laid out at once: each takes a byte for every entry.
+_AT_ONCE = 64
 # Words of the tables that one instruction of a warp brings near; there is a whole number of them.
 PAGE = 1024
 
@@ -91,8 +93,8 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
       exactly equal distances the first in this order is the nearest;
     - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
     - ``patterns`` (W, P): the cells as words of bits, one for every ellipsoid;
-    - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, and its hash; -1
-      where there is none;
+    - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, or -1 where there
+      is none, and its hash;
     - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
     - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
       digits of the numbers of points that they stand for, the lowest first;
@@ -190,15 +192,15 @@ def _words(training: TrainingCounts) -> int:
     merged = (wide + 4) * distances + 4 * ellipsoids if distances <= _MOST_MERGED else 0
     patterns = (ellipsoids // WORD + 1) * cells
     of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())
-    counts = classes * (cells + ellipsoids + size + 3)
+    counts = classes * (cells + ellipsoids + size + 4) + 2
     # Codes, order, verdicts, trusts and sums; keys and slots, at most eight to a cell; the header and the gaps.
     others = 7 * ellipsoids + 29 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
     return wide * distances + merged + patterns + of_entries + counts + others + PAGE
 
 
-def _entry_words(entries: Any) -> Any:
+def _entry_words(number: Any) -> Any:
     """Words for so many entries of each class."""
-    return -(-entries // WORD)
+    return -(-number // WORD)
 
 
 def entries(
@@ -215,12 +217,15 @@ def entries(
     starts = np.concatenate([[0], np.cumsum(words)]).astype(np.int32)
     place = WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
     room = WORD * int(starts[-1])
-    members = np.zeros((cells.shape[1], room), dtype=bool)
-    members[:, place] = cells[cell].T
+    members = np.zeros((cells.shape[1], room // WORD), dtype=np.int32)
+    for begin in range(0, len(members), _AT_ONCE):
+        held = np.zeros((len(members[begin : begin + _AT_ONCE]), room), dtype=bool)
+        held[:, place] = cells[cell, begin : begin + _AT_ONCE].T
+        members[begin : begin + _AT_ONCE] = packed(held)
     points = np.zeros(room, dtype=np.int64)
     points[place] = counts[cell, label]
     digits = np.arange(int(points.max(initial=0)).bit_length())
-    return packed(members), starts, packed(((points >> digits[:, None]) & 1).astype(bool))
+    return members, starts, packed(((points >> digits[:, None]) & 1).astype(bool))
 
 
 def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
