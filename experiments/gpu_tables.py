@@ -117,9 +117,8 @@ def exceptions(rows: list[dict[str, Any]]) -> str:
         return ""
     named = ", ".join(f"{size(row)} ({row['ratio']:.2f} times; {row['unseen']:.1%})" for row in slow)
     return (
-        f", and not at {named}. Longer than a lookup takes a row that must be counted, and its batch waits for it: one "
-        "with a pattern that no training point has, whose share is in brackets too, or with a tie that neither of the "
-        "two nearest classes is in"
+        f", and not at {named}. Longer than a lookup takes a row that must be counted, one with a pattern that no "
+        "training point has (their share is in brackets too), and its batch waits for it"
     )
 
 

@@ -104,8 +104,11 @@ def decisions(rng: Rng) -> None:
         own, given = sepc.judge(z, label)
         distance = sepc.bank(z)
         nearness = sepc._nearness(z, distance)
-        for many, merged, some in ((2**12, 2**24, 8), (0, 2**24, rows), (0, 0, 24)):
-            # A warp to a row and a thread to a row; the classes' distances together and one after another.
+        # A warp to a row and a thread to a row; the classes' distances together and one after another; what counting
+        # needs read beforehand and when it is needed.
+        ways = ((2**12, 2**24, 2048, 8), (2**12, 0, 0, 8), (0, 2**24, 0, rows), (0, 0, 0, 24))
+        for many, merged, ahead, some in ways:
+            resolving._AHEAD_NUMBERS = ahead
             rows_are_many_from(many)
             tables._MOST_MERGED = merged
             few = slice(0, some)
@@ -276,7 +279,7 @@ def screening_decides(rng: Rng) -> None:
         results = []
         for numbers in (distance, accurate):
             ints, floats = judging._room(z, torch.float32, given)
-            resolving.resolve(numbers, None, given, rules, ints, floats)
+            resolving.resolve(numbers, None, given, rules, ints, floats, by_row=False)
             results.append((ints, floats.nan_to_num()))
         assert torch.equal(results[0][0], results[1][0])
         assert torch.equal(results[0][1], results[1][1])

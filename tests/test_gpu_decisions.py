@@ -45,8 +45,11 @@ def agree(found: Prediction, wanted: Prediction, share: float = 0.998) -> None:
 
 @pytest.mark.parametrize(
     ("count", "dim", "classes"),
-    [(1, 1, 2), (7, 3, 3), (33, 2, 4), (40, 16, 5), (100, 33, 12), (65, 64, 40), (5, 130, 3), (300, 2, 3)],
-)
+    [
+        (1, 1, 2), (7, 3, 3), (33, 2, 4), (40, 16, 5), (100, 33, 12), (65, 64, 40), (5, 130, 3), (200, 2, 9),
+        (300, 2, 3), (1100, 2, 3),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("mixed", [False, True])
 def test_decides_as_torch_does(rng: Rng, count: int, dim: int, classes: int, mixed: bool) -> None:
     sepc = model_of(rng, count, dim, classes, points=1000, mixed=mixed).cuda()

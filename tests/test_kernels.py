@@ -110,12 +110,12 @@ def test_decisions_compile_for_a_gpu(
     from sepc_torch.kernels import overlapping
     from sepc_torch.kernels.resolving import _program_shape, _resolve
 
-    shape = _program_shape(rows, ellipsoids, classes)._asdict()
-    options = {"num_warps": shape.pop("warps")}
+    shape = _program_shape(rows, ellipsoids, classes, most_words=5, heavy_words=1, digits=9)._asdict()
+    options = {"num_warps": shape.pop("warps"), "maxnreg": 255}
     integers = {"given": "*i64", "tables": "*i32", "ints": "*i64", "rows": "i32", "stride": "i32", "pages": "i32"}
     constants = shape | {
         "euclidean": euclidean, "judging": judging, "merged": merged, "double": number == "fp64",
-        "overlap": overlapping.wait_for_previous is not None, "_layout": 0,
+        "by_row": shape["tile"] == 1, "overlap": overlapping.wait_for_previous is not None, "_layout": 0,
     }  # fmt: skip
     types = {name: "constexpr" if name in constants else f"*{number}" for name in _resolve.arg_names} | integers
     source = ASTSource(_resolve, types, constants)

@@ -43,7 +43,7 @@ def test_tables_know_the_training_set(rng: Rng) -> None:
     """In order of the classes; the counts of a cell's region are those of the general path."""
     sepc = model_of(rng, 20, 2, 4, mixed=True)
     sizes, tables = laid_out(sepc.training_counts, sepc.totals)
-    assert (sizes["ellipsoids"], sizes["classes"], sizes["cells"]) == (20, 4, len(sepc.cells))
+    assert (sizes["ellipsoids"], sizes["classes"]) == (20, 4)
     order, codes, starts = tables["order"].long(), tables["codes"], tables["starts"]
     assert torch.equal(codes.long(), sepc.codes[order])
     assert (codes.diff() >= 0).all()
@@ -51,12 +51,16 @@ def test_tables_know_the_training_set(rng: Rng) -> None:
         assert (codes[starts[c] : starts[c + 1]] == c).all()
     assert int(starts[-1]) == 20
     cells = sepc.cells[:, order]
-    assert torch.equal(tables["patterns"].T.contiguous(), torch.from_numpy(packed(cells.numpy())))
+    assert torch.equal(tables["patterns"], torch.from_numpy(packed(cells.numpy())))
     assert torch.equal(tables["counts"][:20].long(), sepc.held[order])
     assert torch.equal(tables["trusts"][:20], bayes_trust(sepc.held[order], sepc.totals, codes.long()))
     slots, keys = tables["slots"].numpy(), tables["keys"].numpy()
     assert np.array_equal(keys[slots >= 0], hashed(packed(cells.numpy()))[slots[slots >= 0]])
+    lane_slots, lane_keys, marks = (tables[name].numpy() for name in ("lane_slots", "lane_keys", "marks"))
+    for slot, key in zip(lane_slots, lane_keys, strict=True):
+        assert slot < 0 or key == np.bitwise_xor.reduce(marks[cells[slot].numpy()])
     listed = set(slots.tolist())
+    assert set(lane_slots.tolist()) == listed
     for p in range(len(cells)):
         own = cells[p]
         narrow = sepc.counts[cells[:, own].all(dim=1)].sum(dim=0)

@@ -1,12 +1,12 @@
 r"""From distances to decisions: rule, label, trust, margin, nearest and runner-up of every row of a tile.
 
 What is here runs inside a kernel and gives what :func:`sepc_torch.rules.resolve` gives, without a matrix product over
-the cells and without asking the host anything. Matrices are stored with the rows side by side. A row is taken by one
-thread, if there are rows enough to keep a chip busy, or by 32 ``lanes`` or more that share its ellipsoids. One pass
-over the distances finds which ellipsoids hold the row, the nearest, and the nearest of another class; the rest is
-looked up (:mod:`sepc_torch.kernels.tables`). Rows that have no line in the tables are rare and taken one after another,
-by all threads of a program together: those with a pattern that no training point has, or a tie between classes that
-are not near, and those that are equally near to several ellipsoids.
+the cells and without asking the host anything. A row is taken by one thread, if there are rows enough to keep a chip
+busy, or by 32 ``lanes`` or more that share its ellipsoids. One pass over the distances finds which ellipsoids hold the
+row, the nearest, and the nearest of another class; the rest is looked up (:mod:`sepc_torch.kernels.tables`). Few rows
+need more and are taken one after another, by all threads of a program together (:mod:`sepc_torch.kernels.counting`):
+those with a pattern that no training point has, or with a tie between classes, and those that are equally near to
+several ellipsoids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sepc_torch.kernels.counting import majority
+from sepc_torch.kernels.counting import MOST_CLASSES, majority
 from sepc_torch.kernels.lookup import (
     CODES,
     COUNTS,
@@ -26,16 +26,23 @@ from sepc_torch.kernels.lookup import (
     TOTALS,
     TRUSTS,
     VERDICTS,
+    any_row,
     expanded,
     hashed,
+    hashed_by_lane,
+    least_of,
     likely_cell,
     lowest_place,
+    most_of,
     ordered,
+    place,
     reached,
+    same_by_lane,
     same_pattern,
-    same_words,
+    same_word,
     section,
     section_of,
+    sum_of,
     trust,
 )  # fmt: skip
 from sepc_torch.rules import NEAREST_TIE, Rule
@@ -46,19 +53,50 @@ _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE)
 
 
 @triton.jit
-def two_least(x, k, least, place, second):
-    """The least so far, its place and the second least, after the numbers x of place k."""
-    place = tl.where(x < least, k, place)
-    return tl.minimum(least, x), place, tl.minimum(second, tl.maximum(least, x))
+def two_least(x, k, least, where, second):
+    """The least so far, where it is and the second least, after the numbers x of place k."""
+    where = tl.where(x < least, k, where)
+    return tl.minimum(least, x), where, tl.minimum(second, tl.maximum(least, x))
 
 
 @triton.jit
-def _of_lanes(least, place, second):
-    """Place and distance of the nearest, and the second distance, over all lanes; of equals the first is nearest."""
-    best = tl.min(least, axis=1)
-    nearest = tl.min(tl.where(least == best[:, None], place, NONE), axis=1)
-    wins = (least == best[:, None]) & (place == nearest[:, None])
-    return nearest, best, tl.min(tl.where(wins, second, least), axis=1)
+def _nearer(
+    least, where, second, label, other, other_label, least_2, where_2, second_2, label_2, other_2, other_label_2
+):  # fmt: skip
+    """What two lanes found, together: the least, where it is, the second, and the least of another class.
+
+    Of equals the first is the least.
+    """
+    swap = (least_2 < least) | ((least_2 == least) & (where_2 < where))
+    # The lesser of the two comes first from here on.
+    least, least_2 = tl.where(swap, least_2, least), tl.where(swap, least, least_2)
+    label, label_2 = tl.where(swap, label_2, label), tl.where(swap, label, label_2)
+    other, other_2 = tl.where(swap, other_2, other), tl.where(swap, other, other_2)
+    other_label, other_label_2 = tl.where(swap, other_label_2, other_label), tl.where(swap, other_label, other_label_2)
+    apart = label != label_2
+    other_2, other_label_2 = tl.where(apart, least_2, other_2), tl.where(apart, label_2, other_label_2)
+    takes = (other_2 < other) | ((other_2 == other) & (other_label_2 < other_label))
+    return (
+        least, tl.where(swap, where_2, where), tl.minimum(tl.where(swap, second_2, second), least_2), label,
+        tl.where(takes, other_2, other), tl.where(takes, other_label_2, other_label),
+    )  # fmt: skip
+
+
+@triton.jit
+def _nearest(least, where, second, label, other, other_label, one: tl.constexpr):
+    """The same over all lanes of a row."""
+    if one:
+        return tl.reduce((least, where, second, label, other, other_label), 0, _nearer)
+    else:
+        return least, where, second, label, other, other_label
+
+
+@triton.jit
+def _two_nearest(least, where, second, one: tl.constexpr):
+    """The least over all lanes of a row, where it is, and the second; of equals the first is the least."""
+    best = least_of(least, one)
+    nearest = least_of(tl.where(least == best, where, NONE), one)
+    return best, nearest, least_of(tl.where((least == best) & (where == nearest), second, least), one)
 
 
 @triton.jit
@@ -72,50 +110,60 @@ def _other_class(x, c, least, least_class, other, other_class):
 
 
 @triton.jit
-def _distance_to_class(tables, distance, row, rows, label, wanted, lanes: tl.constexpr):
+def _distance_to_class(
+    tables, head, distance, row, rows, label, wanted, ellipsoids, by_row: tl.constexpr, one: tl.constexpr
+):  # fmt: skip
     """Distance of rows to the nearest ellipsoid of a class, each of its own."""
-    starts = section(tables, STARTS)
+    lanes: tl.constexpr = 32 if one else 1
+    lane = tl.arange(0, lanes) if one else 0
+    starts = section(tables, head, STARTS)
     begin = tl.load(starts + label, mask=wanted, other=0)
-    end = tl.load(starts + label + 1, mask=wanted, other=0)
-    near = tl.full([row.shape[0], lanes], float("inf"), distance.dtype.element_ty)
-    for m in tl.range(0, tl.max(end - begin, axis=0), lanes, loop_unroll_factor=4 if lanes == 1 else 1):
-        k = begin[:, None] + m + tl.arange(0, lanes)[None, :]
-        found = tl.load(distance + k * rows + row[:, None], mask=k < end[:, None], other=float("inf"))
-        near = tl.minimum(near, ordered(found))
-    return tl.min(near, axis=1)
+    number = tl.load(starts + label + 1, mask=wanted, other=0) - begin
+    most = number if one else tl.max(number, axis=0)
+    near = (lane + row) * 0.0 + float("inf")
+    near = near.to(distance.dtype.element_ty)
+    for m in tl.range(0, most, lanes, loop_unroll_factor=1 if one else 4):
+        at = place(begin + m + lane, row, ellipsoids, rows, by_row)
+        near = tl.minimum(near, ordered(tl.load(distance + at, mask=m + lane < number, other=float("inf"))))
+    return least_of(near, one)
 
 
 @triton.jit
-def _tie_break(tables, line, label, torn, best_class, next_class, next_distance, classes):
+def _tie_break(tables, head, line, label, torn, best_class, next_class, next_distance, classes):
     """The nearest class with as many points as the label, if it is one of the two nearest, and the trust in it."""
-    counts = section(tables, COUNTS) + line * classes
+    counts = section(tables, head, COUNTS) + line * classes
     number = tl.load(counts + label, mask=torn, other=0)
     other = torn & (next_distance < float("inf"))
     by_best = tl.load(counts + best_class, mask=torn, other=-1) == number
     by_next = tl.load(counts + next_class, mask=other, other=-1) == number
     label = tl.where(by_best, best_class, next_class)
     decides = (torn & by_best) | (other & by_next)
-    total = tl.load(section(tables, TOTALS) + label, mask=decides, other=0)
-    products = tl.load(section_of(tables, SUMS, tl.int64) + line, mask=decides, other=0)
+    total = tl.load(section(tables, head, TOTALS) + label, mask=decides, other=0)
+    products = tl.load(section_of(tables, head, SUMS, tl.int64) + line, mask=decides, other=0)
     return decides, label, trust(number, total, products)
 
 
 @triton.jit
-def _identified(word, w, key, first):
+def _identified(word, w, key, first, one: tl.constexpr):
     """The hash of patterns and their first bit, after the words w."""
-    lowest = tl.min(lowest_place(word, w[None, :]), axis=1)
-    return key + tl.sum(hashed(word, w[None, :]), axis=1), tl.minimum(first, lowest)
+    lowest = least_of(lowest_place(word, w), one)
+    return key + sum_of(hashed(word, w), one), tl.minimum(first, lowest)
 
 
 @triton.jit
 def _own_distance(
-    tables, distance, row, rows, label, best, best_class, next_distance, next_class, live, lanes: tl.constexpr
+    tables, head, distance, near, lane_codes, row, rows, label, best, best_class, next_distance, next_class, live,
+    ellipsoids, by_row: tl.constexpr, kept: tl.constexpr, one: tl.constexpr,
 ):  # fmt: skip
     """Distance of rows to their label's own class, which mostly is that of the nearest or the second."""
     own = tl.where(label == best_class, best, next_distance)
     farther = live & (label != best_class) & (label != next_class)
-    if tl.max(farther.to(tl.int32), axis=0) > 0:
-        own = tl.where(farther, _distance_to_class(tables, distance, row, rows, label, farther, lanes), own)
+    if any_row(farther, one):
+        if kept:
+            their_own = tl.min(tl.where(lane_codes == label, near, float("inf")), axis=0)
+        else:
+            their_own = _distance_to_class(tables, head, distance, row, rows, label, farther, ellipsoids, by_row, one)
+        own = tl.where(farther, their_own, own)
     return own
 
 
@@ -132,85 +180,106 @@ def _margin(label, own, least, least_class, other, other_class, tiny: tl.constex
 
 
 @triton.jit
+def _of(here, x):
+    """The number of the one row that is here."""
+    return tl.sum(tl.where(here, x, 0), axis=0)
+
+
+@triton.jit
 def decide(
-    distance, nearness, given, tables, ints, floats, begin, live, rows, stride, ellipsoids, classes,
-    euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr,
-    lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
-    class_chunk: tl.constexpr, class_words: tl.constexpr,
+    distance, nearness, given, tables, head, lane_codes, lane_marks, ahead, ints, floats, begin, rows, stride,
+    ellipsoids, classes,
+    euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr, by_row: tl.constexpr,
+    tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr, digits: tl.constexpr,
 ):  # fmt: skip
     """Decide for the rows of a tile, from ``begin`` on, into columns of results ``stride`` apart.
 
-    Below the distances there is room for the patterns.
+    After the distances there is room for the patterns. What is of a row is a number of a tile or, in a tile of one row,
+    a scalar, and what is of a lane is a number of its lanes. For one row what does not depend on it is read beforehand:
+    ``head``, the classes and the marks of the ellipsoids that lanes have, and what counting needs.
     """
-    tile: tl.constexpr = live.shape[0]
+    one: tl.constexpr = tile == 1
     number_type: tl.constexpr = distance.dtype.element_ty
     tiny: tl.constexpr = 2.0**-1022 if number_type == tl.float64 else 2.0**-126
     kind: tl.constexpr = tl.float64 if double else tl.float32
-    # Lanes that ask for words, and for numbers.
-    askers: tl.constexpr = 32 if lanes > 1 else 1
-    searchers: tl.constexpr = 128 if lanes > 1 else 1
-    t = tl.arange(0, tile)
-    row = begin + t
-    lane = tl.arange(0, lanes)
+    askers: tl.constexpr = 32 if one else 1
+    searchers: tl.constexpr = 128 if one else 1
+    threads: tl.constexpr = lanes if one else tile
+    if one:
+        lane = tl.arange(0, lanes)
+        row, live = begin, tl.full([], True, tl.int1)
+    else:
+        lane = 0
+        t = tl.arange(0, tile)
+        row = begin + t
+        live = row < rows
     width = (ellipsoids + 31) // 32
     pattern = (distance + ellipsoids * rows).to(tl.pointer_type(tl.int32))
-    codes = section(tables, CODES)
+    codes = section(tables, head, CODES)
     zero = row * 0
 
     # Membership as bits, the nearest and the second nearest, and the nearest of another class than the nearest's.
-    unset = tl.full([tile, lanes], float("inf"), number_type)
-    none = tl.zeros([tile, lanes], tl.int32)
-    least, second, place, least_class = unset, unset, none, none
+    unset = tl.full([threads], float("inf"), number_type)
+    none = tl.zeros([threads], tl.int32)
+    least, second, where, least_class = unset, unset, none, none
     other, other_class = unset, none
-    least_near, second_near, place_near = unset, unset, none
+    least_near, second_near, where_near = unset, unset, none
     finite = none
     held_by = zero
-    # A word at a time, or as many words as there are lanes for; of a ``whole`` pattern these are all.
-    span: tl.constexpr = lanes if lanes > 32 else 32
+    # A word at a time, or as many words as there are lanes for. If these are the ``whole`` pattern, it is not stored;
+    # the lanes of one row have all its ellipsoids then, and keep what they know of them.
+    span: tl.constexpr = lanes if one else 32
     words: tl.constexpr = span // 32
-    word = tl.zeros([tile, words], tl.int32)
-    known: tl.constexpr = whole and tile == 1
-    unstored: tl.constexpr = whole and tile > 1
-    for begin_word in tl.range(0, 1 if whole else width, words, loop_unroll_factor=2 if lanes > 1 else 1):
-        w = begin_word + tl.arange(0, words)
-        word = tl.zeros([tile, words], tl.int32)
+    word = tl.zeros([words if one else tile], tl.int32)
+    kept: tl.constexpr = whole and one
+    # If all classes are counted at once, the counts of a line are asked for with the rest of it.
+    at_once: tl.constexpr = one and class_chunk < MOST_CLASSES
+    unstored: tl.constexpr = whole and not one
+    near, held = unset, none + NONE
+    for begin_word in tl.range(0, 1 if whole else width, words, loop_unroll_factor=2 if one else 1):
+        w = begin_word + tl.arange(0, words) if one else begin_word
+        word = tl.zeros([words if one else tile], tl.int32)
         for bits in range(0, 1 if once else tl.minimum(span, ellipsoids - begin_word * 32), lanes * unroll):
             for u in tl.static_range(unroll):
-                k = (begin_word * 32 + bits + u * lanes + lane)[None, :]
-                wanted = live[:, None] & (k < ellipsoids)
-                d = tl.load(distance + k * rows + row[:, None], mask=wanted, other=float("inf"))
-                c = tl.load(codes + k, mask=k < ellipsoids, other=0)
+                k = begin_word * 32 + bits + u * lanes + lane
+                at = place(k, row, ellipsoids, rows, by_row)
+                wanted = live & (k < ellipsoids)
+                d = tl.load(distance + at, mask=wanted, other=float("inf"))
+                c = lane_codes if kept else tl.load(codes + k, mask=k < ellipsoids, other=0)
                 finite |= (d < float("inf")).to(tl.int32)
-                bit = (d <= LIMIT).to(tl.int32) << (k & 31)
-                word |= tl.sum(tl.reshape(bit, [tile, words, lanes // words]), axis=2)
+                if not kept:
+                    bit = (d <= LIMIT).to(tl.int32) << (k & 31)
+                    word |= tl.sum(tl.reshape(bit, [words, lanes // words]), axis=1) if one else bit
                 x = ordered(d)
                 other, other_class, least_class = _other_class(x, c, least, least_class, other, other_class)
-                least, place, second = two_least(x, k, least, place, second)
+                least, where, second = two_least(x, k, least, where, second)
+                if kept:
+                    near, held = x, tl.where(d <= LIMIT, k, NONE)
                 if euclidean:
-                    n = ordered(tl.load(nearness + k * rows + row[:, None], mask=wanted, other=float("inf")))
-                    least_near, place_near, second_near = two_least(n, k, least_near, place_near, second_near)
+                    n = ordered(tl.load(nearness + at, mask=wanted, other=float("inf")))
+                    least_near, where_near, second_near = two_least(n, k, least_near, where_near, second_near)
         if not whole:
-            tl.store(pattern + w[None, :] * rows + row[:, None], word, mask=live[:, None] & (w < width)[None, :])
+            tl.store(pattern + place(w, row, width, rows, by_row), word, mask=live & (w < width))
         # A word with several bits counts for two.
-        held_by += tl.sum((word != 0).to(tl.int32) + ((word & (word - 1)) != 0).to(tl.int32), axis=1)
-    # What the lanes found, together.
-    nearest, best, next_best = _of_lanes(least, place, second)
-    best_class = tl.load(codes + nearest, mask=live, other=0)
-    elsewhere = tl.where(least_class == best_class[:, None], other, least)
-    its_class = tl.where(least_class == best_class[:, None], other_class, least_class)
-    next_distance = tl.min(elsewhere, axis=1)
-    next_class = tl.min(tl.where(elsewhere == next_distance[:, None], its_class, NONE), axis=1)
+        if not kept:
+            held_by += sum_of((word != 0).to(tl.int32) + ((word & (word - 1)) != 0).to(tl.int32), one)
+    if kept:
+        held_by = tl.sum((held < NONE).to(tl.int32), axis=0)
+    best, nearest, next_best, best_class, next_distance, next_class = _nearest(
+        least, where, second, least_class, other, other_class, one
+    )
     bad = best == float("inf")
     outside, single, several = held_by == 0, live & (held_by == 1), live & (held_by > 1)
     holder, nearest_class = nearest, best_class
     nearest_distance = tl.where(best == float("-inf"), float("nan"), best)
     least_outside, second_outside = best, next_best
     if euclidean:
-        near_place, least_outside, second_outside = _of_lanes(least_near, place_near, second_near)
-        nearest = tl.where(outside, near_place, nearest)
+        least_outside, outer, second_outside = _two_nearest(least_near, where_near, second_near, one)
+        nearest = tl.where(outside, outer, nearest)
         nearest_class = tl.load(codes + nearest, mask=live, other=0)
-        nearest_distance = tl.load(distance + nearest * rows + row, mask=live, other=0.0)
-    before = tl.load(section(tables, ORDER) + nearest, mask=live, other=0)
+        nearest_distance = tl.load(distance + place(nearest, row, ellipsoids, rows, by_row), mask=live, other=0.0)
+    before = tl.load(section(tables, head, ORDER) + nearest, mask=live, other=0)
     alone = (second_outside > least_outside * _TIED) | (ellipsoids == 1)
     lonely = outside & alone & live
     tied = outside & ~alone & live & ~bad
@@ -222,98 +291,117 @@ def decide(
         unusual = several | tied | (live & (best == float("-inf")))
         if euclidean:
             unusual |= outside & live
-        some_unusual = tl.max(unusual.to(tl.int32), axis=0) > 0
+        some_unusual = any_row(unusual, one)
 
     # A line of the tables, for rows in one ellipsoid and in a pattern that is known.
     cell = zero - 1
     if some_unusual:
-        bad |= (best == float("-inf")) & (tl.max(finite, axis=1) == 0)
-        tied &= ~bad
         key = zero.to(tl.int64)
         first = zero + NONE
-        if whole:
-            key, first = _identified(word, tl.arange(0, words), key, first)
+        if kept:
+            key = hashed_by_lane(lane_marks, held)
+        elif whole:
+            key, first = _identified(word, zero, key, first, one)
         else:
             tl.debug_barrier()  # patterns that other threads stored are read from here on
             for begin_word in range(0, width, askers):
-                w = begin_word + tl.arange(0, askers)
-                stored = live[:, None] & (w < width)[None, :]
-                own_words = tl.load(pattern + w[None, :] * rows + row[:, None], mask=stored, other=0)
-                key, first = _identified(own_words, w, key, first)
-        holder = tl.where(single, first, holder)  # the nearest, unless some distances are no numbers
-        cell = likely_cell(tables, key, several, askers)
-    line = tl.where(single, holder, ellipsoids + cell)
+                w = begin_word + (tl.arange(0, askers) if one else zero)
+                stored = live & (w < width)
+                own_words = tl.load(pattern + place(w, row, width, rows, by_row), mask=stored, other=0)
+                key, first = _identified(own_words, w, key, first, one)
+        # Some distances are no numbers: then the nearest need not be what holds the row.
+        if any_row(best == float("-inf"), one):
+            bad |= (best == float("-inf")) & (most_of(finite, one) == 0)
+            tied &= ~bad
+            holder = tl.where(single, tl.min(held, axis=0) if kept else first, holder)
+        cell = likely_cell(tables, head, key, several, one, kept)
     listed = single | (cell >= 0)
-    verdict = tl.load(section(tables, VERDICTS) + line, mask=listed, other=0)
-    vouched = tl.load(section_of(tables, TRUSTS, tl.float64) + line, mask=listed, other=0.0)
+    line = tl.where(single, holder, tl.where(listed, ellipsoids + cell, 0))
+    verdict = tl.load(section(tables, head, VERDICTS) + line)
+    vouched = tl.load(section_of(tables, head, TRUSTS, tl.float64) + line)
+    line_counts = None
+    if at_once:
+        group = tl.arange(0, class_chunk)
+        line_counts = group * 0
     if some_unusual:
-        if whole:
-            same = same_words(tables, word, cell, width)
+        if at_once:
+            line_counts = tl.load(section(tables, head, COUNTS) + line * classes + group, mask=group < classes, other=0)
+        if kept:
+            same = same_by_lane(tables, head, held, cell, ellipsoids)
+        elif whole:
+            same = same_word(tables, head, word, cell)
         else:
-            same = same_pattern(tables, pattern, row, rows, cell, width, askers)
+            same = same_pattern(tables, head, pattern, row, rows, cell, width, by_row, one)
         listed = single | same
     label = tl.where(listed, verdict >> 2, nearest_class)
     by_all = (verdict & 1) == 1
+    torn = listed & ((verdict & 2) != 0)
     if some_unusual:
-        torn = listed & ((verdict & 2) != 0)
-        if tl.max(torn.to(tl.int32), axis=0) > 0:
+        if not one and any_row(torn, one):
             decides, its_label, its_trust = _tie_break(
-                tables, line, label, torn, best_class, next_class, next_distance, classes
+                tables, head, line, label, torn, best_class, next_class, next_distance, classes
             )  # fmt: skip
             label = tl.where(decides, its_label, label)
             vouched = tl.where(decides, its_trust, vouched)
-            listed = listed & (decides | ~torn)
+            torn &= ~decides
+        listed &= ~torn
 
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
-        their_number = tl.load(section(tables, COUNTS) + line * classes + theirs, mask=listed, other=0)
-        products = tl.load(section_of(tables, SUMS, tl.int64) + line, mask=listed, other=0)
+        their_number = tl.load(section(tables, head, COUNTS) + line * classes + theirs, mask=listed, other=0)
+        products = tl.load(section_of(tables, head, SUMS, tl.int64) + line, mask=listed, other=0)
 
     # Outside: the nearest, expanded. Of many rows some are.
-    if (lanes == 1) | (tl.max(lonely.to(tl.int32), axis=0) > 0):
+    if not one or lonely:
         bound = nearest_distance * LIMIT
         reach_trust, reach_products = expanded(
-            tables, nearest, label, bound, lonely, classes, judging, merged, kind, searchers
+            tables, head, nearest, label, bound, lonely, classes, judging, merged, kind, searchers
         )  # fmt: skip
         vouched = tl.where(lonely, reach_trust, vouched)
         if judging:
-            their_number += reached(tables, nearest, theirs, bound, lonely, classes, kind, searchers)
+            their_number += reached(tables, head, nearest, theirs, bound, lonely, classes, kind, searchers)
             products = tl.where(lonely, reach_products, products)
 
-    # The rest, one row after another.
+    # What has no line, and ties, one row after another.
     own = tl.where(label == best_class, best, next_distance)
     if some_unusual:
         apart = (several & ~listed) | tied
-        left = tl.sum(apart.to(tl.int32), axis=0)
-        if unstored and left > 0:
-            w = tl.arange(0, words)[None, :]
-            tl.store(pattern + w * rows + row[:, None], word, mask=live[:, None] & (w < width))
-            tl.debug_barrier()
-        while left > 0:
-            at = tl.min(tl.where(apart, t, tile), axis=0)
-            chosen = begin + at
-            here = t == at
-            is_tied = tl.max((tied & here).to(tl.int32), axis=0) > 0
-            tied_within = tl.min(tl.where(here, least_outside, float("inf")), axis=0) * _TIED
-            its_nearest = tl.sum(tl.where(here, best_class, 0), axis=0)
-            judged = 0
-            if judging:
-                judged = tl.sum(tl.where(here, theirs, 0), axis=0)
-            its_label, its_number, its_products, unique, judged_number = majority(
-                tables, distance, nearness, pattern, tl.reshape(word, [tile * words]), chosen, rows, is_tied,
-                tied_within, its_nearest, judged, ellipsoids, classes, judging, kind, known, class_chunk, class_words,
-            )  # fmt: skip
-            its_trust = trust(its_number, tl.load(section(tables, TOTALS) + its_label), its_products)
-            label = tl.where(here, its_label, label)
-            vouched = tl.where(here, its_trust, vouched)
-            by_all = tl.where(here, unique, by_all)
-            if judging:
-                their_number = tl.where(here, judged_number, their_number)
-                products = tl.where(here, its_products, products)
-            apart = apart & ~here
-            left -= 1
+        if one:
+            if apart:
+                label, vouched, by_all, its_products, judged_number = majority(
+                    tables, head, ahead, distance, nearness, pattern, held, held_by, near, lane_codes, row, rows, tied,
+                    least_outside * _TIED, tl.where(torn, line, -1), line_counts, best_class,
+                    theirs if judging else 0, ellipsoids, classes,
+                    judging, kind, by_row, kept, class_chunk, class_words, digits,
+                )  # fmt: skip
+                if judging:
+                    their_number, products = judged_number, its_products
+        else:
+            left = tl.sum(apart.to(tl.int32), axis=0)
+            if unstored and left > 0:
+                tl.store(pattern + row, word, mask=live)  # of one word
+                tl.debug_barrier()
+            while left > 0:
+                at = tl.min(tl.where(apart, t, tile), axis=0)
+                here = t == at
+                its_label, its_trust, its_by_all, its_products, judged_number = majority(
+                    tables, head, ahead, distance, nearness, pattern, held, held_by, near, lane_codes, begin + at, rows,
+                    any_row(tied & here, one), _of(here, least_outside) * _TIED,
+                    tl.max(tl.where(here & torn, line, -1), axis=0), line_counts, _of(here, best_class),
+                    _of(here, theirs) if judging else 0, ellipsoids, classes,
+                    judging, kind, by_row, kept, class_chunk, class_words, digits,
+                )  # fmt: skip
+                label = tl.where(here, its_label, label)
+                vouched = tl.where(here, its_trust, vouched)
+                by_all = tl.where(here, its_by_all, by_all)
+                if judging:
+                    their_number = tl.where(here, judged_number, their_number)
+                    products = tl.where(here, its_products, products)
+                apart = apart & ~here
+                left -= 1
         own = _own_distance(
-            tables, distance, row, rows, label, best, best_class, next_distance, next_class, live, askers
+            tables, head, distance, near, lane_codes, row, rows, label, best, best_class, next_distance, next_class,
+            live, ellipsoids, by_row, kept, one,
         )  # fmt: skip
 
     rule = tl.where(outside, _OUTSIDE, tl.where(held_by == 1, _SINGLE, tl.where(by_all, _OVERLAP, _UNION)))
@@ -328,10 +416,11 @@ def decide(
     tl.store(floats + 2 * stride + row, margin, mask=live)
     if judging:
         own = _own_distance(
-            tables, distance, row, rows, theirs, best, best_class, next_distance, next_class, live, askers
+            tables, head, distance, near, lane_codes, row, rows, theirs, best, best_class, next_distance, next_class,
+            live, ellipsoids, by_row, kept, one,
         )  # fmt: skip
         margin, runner_up = _margin(theirs, own, best, best_class, next_distance, next_class, tiny)
-        vouched = trust(their_number, tl.load(section(tables, TOTALS) + theirs, mask=live, other=0), products)
+        vouched = trust(their_number, tl.load(section(tables, head, TOTALS) + theirs, mask=live, other=0), products)
         tl.store(ints + 4 * stride + row, runner_up.to(tl.int64), mask=live)
         tl.store(floats + 3 * stride + row, tl.where(bad, 0.0, vouched), mask=live)
         tl.store(floats + 4 * stride + row, margin, mask=live)

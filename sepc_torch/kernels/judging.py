@@ -136,15 +136,18 @@ def _judge_piece(
     rows, count = z.shape[0], bank.centers.shape[0]
     if coarse is not None and rows >= _SCREEN_ROWS:
         room, _ = launches.screened(z, given, origin, bank, coarse, tables.starts)
+        by_row = False
     else:
         room = launches.room_for(count, rows, origin)
-        launches.launch_into(room, z, origin, bank, 1, rows)
-    launches.resolve(room, None, given, tables, ints, floats)
+        by_row = launches.better_by_row(count, rows)
+        launches.launch_into(room, z, origin, bank, *((count, 1) if by_row else (1, rows)))
+    launches.resolve(room, None, given, tables, ints, floats, by_row)
 
 
 class _Launches(NamedTuple):
     launch_into: Callable[..., None]
     screened: Callable[..., tuple[Tensor, Tensor]]
+    better_by_row: Callable[[int, int], bool]
     room_for: Callable[..., Tensor]
     resolve: Callable[..., None]
 
@@ -153,10 +156,10 @@ class _Launches(NamedTuple):
 def _launches() -> _Launches:
     """What needs Triton, imported with the first launch: to import it in every call takes time."""
     from sepc_torch.kernels.fused import launch_into
-    from sepc_torch.kernels.resolving import resolve, room_for
+    from sepc_torch.kernels.resolving import better_by_row, resolve, room_for
     from sepc_torch.kernels.screening import screened
 
-    return _Launches(launch_into, screened, room_for, resolve)
+    return _Launches(launch_into, screened, better_by_row, room_for, resolve)
 
 
 def _judge_tensors(
@@ -189,13 +192,23 @@ def _decide_pieces(
     with on_device(distance):
         for start in range(0, len(distance), rows):
             piece = slice(start, start + rows)
-            numbers = distance[piece]
-            room = launches.room_for(distance.shape[1], len(numbers), distance)
-            torch.index_select(numbers.T, 0, counts.order, out=room[: distance.shape[1]])
-            near = None if nearness is None else nearness[piece].T.index_select(0, counts.order)
+            size, count = distance[piece].shape
+            by_row = launches.better_by_row(count, size)
+            room = launches.room_for(count, size, distance)
+            _by_class(distance[piece], counts.order, room, by_row)
+            near = None if nearness is None else torch.empty_like(room[:count])
+            if nearness is not None and near is not None:
+                _by_class(nearness[piece], counts.order, near, by_row)
             labels = None if given is None else given[piece]
-            launches.resolve(room, near, labels, counts, ints[:, piece], floats[:, piece])
+            launches.resolve(room, near, labels, counts, ints[:, piece], floats[:, piece], by_row)
     return ints, floats
+
+
+def _by_class(numbers: Float[Tensor, "B K"], order: Int[Tensor, "K"], out: Tensor, by_row: bool) -> None:
+    """Write columns in another order to where ``out`` begins, stored by row or by column."""
+    rows, count = numbers.shape
+    strides = (count, 1) if by_row else (1, rows)
+    torch.index_select(numbers, 1, order, out=out.as_strided((rows, count), strides))
 
 
 def _decide_shape(
@@ -213,13 +226,14 @@ def _room(like: Tensor, dtype: torch.dtype, given: Tensor | None) -> tuple[Tenso
 
 _judge = ops.operator(
     "judge(Tensor z, Tensor? given, Tensor origin, Tensor[] bank, float reach, Tensor[] coarse, float relative, "
-    "Tensor words, Tensor order, Tensor starts, bool merged, bool double) -> (Tensor, Tensor)",
+    "Tensor words, Tensor order, Tensor starts, bool merged, bool double, int most_words, int heavy_words, int digits) "
+    "-> (Tensor, Tensor)",
     _judge_tensors,
     _judge_shape,
 )
 _decide = ops.operator(
     "decide(Tensor distance, Tensor? nearness, Tensor? given, Tensor words, Tensor order, Tensor starts, bool merged, "
-    "bool double) -> (Tensor, Tensor)",
+    "bool double, int most_words, int heavy_words, int digits) -> (Tensor, Tensor)",
     _decide_pieces,
     _decide_shape,
 )

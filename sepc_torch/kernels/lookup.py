@@ -8,18 +8,24 @@ import triton
 import triton.language as tl
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.kernels.tables import MULTIPLIER, SECTIONS, SIZES
+from sepc_torch.kernels.tables import GUIDE as GUIDE_NUMBERS
+from sepc_torch.kernels.tables import LOW_DIGITS, MULTIPLIER, SECTIONS, SIZES
 from sepc_torch.kernels.tables import PAGE as PAGE_WORDS
 from sepc_torch.rules import NEAREST_TIE, Rule
 
 LIMIT = tl.constexpr(1.0 + SURFACE_TOLERANCE)
 _MULTIPLIER = tl.constexpr(MULTIPLIER)
 PAGE = tl.constexpr(PAGE_WORDS)
+_GUIDE = tl.constexpr(GUIDE_NUMBERS)
+_HEAD = tl.constexpr(len(SIZES) + len(SECTIONS))
 NONE = tl.constexpr(2**31 - 1)
 # A number for all that kernels take from Python's globals and that may change. Triton before 3.5 keeps compiled kernels
 # by their source alone, and would run an old one with a new layout; so kernels take this as an argument that they do
 # not use.
-LAYOUT = zlib.crc32(repr((SIZES, SECTIONS, PAGE_WORDS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule])).encode())
+_GLOBALS = (
+    SIZES, SECTIONS, PAGE_WORDS, GUIDE_NUMBERS, LOW_DIGITS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule],
+)  # fmt: skip
+LAYOUT = zlib.crc32(repr(_GLOBALS).encode())
 
 
 def _at(name: str) -> tl.constexpr:
@@ -27,14 +33,19 @@ def _at(name: str) -> tl.constexpr:
     return tl.constexpr((*SIZES, *SECTIONS).index(name))
 
 
-ELLIPSOIDS, CLASSES, _CELLS, _SIZE = _at("ellipsoids"), _at("classes"), _at("cells"), _at("size")
+ELLIPSOIDS, CLASSES, _SIZE = _at("ellipsoids"), _at("classes"), _at("size")
 MOST_WORDS, DIGITS, _SLOT_MASK, _PROBES = _at("most_words"), _at("digits"), _at("slot_mask"), _at("probes")
-CODES, ORDER, STARTS, TOTALS = _at("codes"), _at("order"), _at("starts"), _at("totals")
+CODES, MARKS, ORDER = _at("codes"), _at("marks"), _at("order")
+STARTS, TOTALS = _at("starts"), _at("totals")
 VERDICTS, TRUSTS, COUNTS, SUMS = _at("verdicts"), _at("trusts"), _at("counts"), _at("sums")
 _PATTERNS, _KEYS, _SLOTS = _at("patterns"), _at("keys"), _at("slots")
+_LANE_KEYS, _LANE_SLOTS = _at("lane_keys"), _at("lane_slots")
+_LANE_SLOT_MASK, _LANE_PROBES = _at("lane_slot_mask"), _at("lane_probes")
 MEMBERS, ENTRY_STARTS, NUMBERS = _at("members"), _at("entry_starts"), _at("numbers")
 _REACH, _RANKS = _at("reach"), _at("ranks")
-_MERGED, _MERGED_TRUSTS, _MERGED_SUMS = _at("merged"), _at("merged_trusts"), _at("merged_sums")
+_GUIDES, _MERGED, _MERGED_TRUSTS, _MERGED_SUMS = (
+    _at("guide"), _at("merged"), _at("merged_trusts"), _at("merged_sums"),
+)  # fmt: skip
 
 
 @triton.jit
@@ -50,15 +61,78 @@ def bring_near(tables, pages, fewest: tl.constexpr):
 
 
 @triton.jit
-def section(tables, name):
-    """Where a section of 32-bit integers begins."""
-    return tables + tl.load(tables + name)
+def words_ahead(tables):
+    """The words that the tables begin with, all at hand."""
+    head = ()
+    for i in tl.static_range(_HEAD):
+        head = head + (tl.load(tables + i),)  # type: ignore[assignment] # noqa: RUF005 - Triton knows no star
+    return head
 
 
 @triton.jit
-def section_of(tables, name, kind: tl.constexpr):
+def place(i, row, count, rows, by_row: tl.constexpr):
+    """Where a matrix has number i of a row, if it is stored by rows of so many numbers, or by columns of rows."""
+    if by_row:
+        return row * count + i
+    else:
+        return i * rows + row
+
+
+@triton.jit
+def size_of(tables, head, name: tl.constexpr):
+    """A size that the tables begin with, or where a section begins; ``head`` are these words, if they are at hand."""
+    if head is None:
+        return tl.load(tables + name)
+    else:
+        return head[name]
+
+
+@triton.jit
+def section(tables, head, name: tl.constexpr):
+    """Where a section of 32-bit integers begins."""
+    return tables + size_of(tables, head, name)
+
+
+@triton.jit
+def section_of(tables, head, name: tl.constexpr, kind: tl.constexpr):
     """Where a section of numbers of another kind begins."""
-    return section(tables, name).to(tl.pointer_type(kind))
+    return section(tables, head, name).to(tl.pointer_type(kind))
+
+
+# A program takes many rows, a thread each, or ``one`` row, which its lanes share: what is of the row is then a scalar.
+@triton.jit
+def least_of(x, one: tl.constexpr):
+    """The least that the lanes of a row have."""
+    return tl.min(x, axis=0) if one else x
+
+
+@triton.jit
+def most_of(x, one: tl.constexpr):
+    """The greatest that the lanes of a row have."""
+    return tl.max(x, axis=0) if one else x
+
+
+@triton.jit
+def sum_of(x, one: tl.constexpr):
+    """The sum of what the lanes of a row have."""
+    return tl.sum(x, axis=0) if one else x
+
+
+@triton.jit
+def _or(x, y):
+    return x | y
+
+
+@triton.jit
+def any_of(x, one: tl.constexpr):
+    """The bits that some lane of a row has."""
+    return tl.reduce(x, 0, _or) if one else x
+
+
+@triton.jit
+def any_row(x, one: tl.constexpr):
+    """Whether something holds for some row."""
+    return x if one else tl.max(x.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
@@ -115,9 +189,21 @@ def hashed(word, w):
 
 
 @triton.jit
+def _xor(x, y):
+    return x ^ y
+
+
+@triton.jit
+def _joined(x, here):
+    """The 64-bit integers that are here, exclusive or. For halves of them a chip has an instruction."""
+    low = tl.reduce(tl.where(here, x.to(tl.int32), 0), 0, _xor)
+    high = tl.reduce(tl.where(here, (x >> 32).to(tl.int32), 0), 0, _xor)
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def _within(numbers, first, count, bound, wanted, lanes: tl.constexpr):
     """How many of ``count`` ascending numbers, from ``first`` on, are within a bound."""
-    lane = tl.arange(0, lanes)
     passed = first * 0
     if lanes == 1:
         # Halving: the number so many farther on, or the last one, is asked for; rows that want none ask for the same.
@@ -130,23 +216,58 @@ def _within(numbers, first, count, bound, wanted, lanes: tl.constexpr):
             step = step >> 1
         passed = tl.minimum(passed, count)
     else:
-        # A round asks every lane for one; after it the answer is at least ``passed`` and less than ``passed + step``.
-        step = count // (lanes + 1) + 1
-        while step > 0:
-            at = passed[:, None] + (lane[None, :] + 1) * step - 1
-            asked = wanted[:, None] & (at < count)
-            found = tl.load(numbers + first[:, None] + at, mask=asked, other=float("inf")).to(bound.dtype)
-            passed += tl.sum((asked & (found <= bound[:, None])).to(tl.int32), axis=1) * step
-            step = tl.where(step == 1, 0, (step + lanes) // (lanes + 1))
+        passed, _ = _narrowed(numbers + first, passed, count + 1, count, bound, 1, lanes)
     return passed
 
 
 @triton.jit
-def reached(tables, k, c, bound, wanted, classes, kind: tl.constexpr, lanes: tl.constexpr):
+def _narrowed(numbers, passed, step, count, bound, enough: tl.constexpr, lanes: tl.constexpr):
+    """How many of ``count`` ascending numbers are within a bound: at least ``passed``, less than ``passed + step``.
+
+    Narrows this down until the step is small enough. Every lane asks for a number; the last one within the bound tells
+    how many are.
+    """
+    lane = tl.arange(0, lanes)
+    while step > enough:
+        step = (step + lanes) // (lanes + 1)
+        at = passed + (lane + 1) * step - 1
+        found = tl.load(numbers + at, mask=at < count, other=float("inf")).to(bound.dtype)
+        passed += tl.max(tl.where((found <= bound) & (at < count), lane + 1, 0), axis=0) * step
+    return passed, step
+
+
+@triton.jit
+def _guided(tables, head, k, size, bound, judging: tl.constexpr, kind: tl.constexpr):
+    """What goes with the merged distances of one ellipsoid within a bound: first those that guide, then a part of all.
+
+    Returns the trust, and, for judging, the sum; both are asked for with the last distances.
+    """
+    lane, guide = tl.arange(0, 32), tl.arange(0, _GUIDE)
+    numbers = section_of(tables, head, _MERGED, kind) + k * size
+    guides = tl.multiple_of(section_of(tables, head, _GUIDES, kind) + k * _GUIDE, 16)
+    found = tl.load(guides + guide).to(bound.dtype)
+    step = size // (_GUIDE + 1) + 1
+    passed = tl.minimum(tl.max(tl.where(found <= bound, guide + 1, 0), axis=0) * step, size)
+    passed, step = _narrowed(numbers, passed, step, size, bound, 32, 32)
+    step = tl.minimum(step, size - passed + 1)
+    at = passed + lane
+    first = k * (size + 1)
+    found = tl.load(numbers + at, mask=lane < step - 1, other=float("inf")).to(bound.dtype)
+    trusts = tl.load(section_of(tables, head, _MERGED_TRUSTS, tl.int64) + first + at, mask=lane < step, other=0)
+    last = lane == tl.max(tl.where((found <= bound) & (lane < step - 1), lane + 1, 0), axis=0)
+    products = k.to(tl.int64) * 0
+    if judging:
+        sums = tl.load(section_of(tables, head, _MERGED_SUMS, tl.int64) + first + at, mask=lane < step, other=0)
+        products = _joined(sums, last)
+    return _joined(trusts, last).to(tl.float64, bitcast=True), products
+
+
+@triton.jit
+def reached(tables, head, k, c, bound, wanted, classes, kind: tl.constexpr, lanes: tl.constexpr):
     """Training points of class c within a distance of ellipsoid k."""
-    size = tl.load(tables + _SIZE)
-    passed = _within(section_of(tables, _REACH, kind), (k * classes + c) * size, size, bound, wanted, lanes)
-    return tl.load(section(tables, _RANKS) + c * (size + 1) + passed, mask=wanted, other=0)
+    size = size_of(tables, head, _SIZE)
+    passed = _within(section_of(tables, head, _REACH, kind), (k * classes + c) * size, size, bound, wanted, lanes)
+    return tl.load(section(tables, head, _RANKS) + c * (size + 1) + passed, mask=wanted, other=0)
 
 
 @triton.jit
@@ -159,25 +280,28 @@ def trust(number, total, sum_of_products):
 
 @triton.jit
 def expanded(
-    tables, k, label, bound, wanted, classes,
+    tables, head, k, label, bound, wanted, classes,
     judging: tl.constexpr, merged: tl.constexpr, kind: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """The trust in ellipsoid k's own class within a distance of it, and, for judging, the sum over all classes."""
     products = k.to(tl.int64) * 0
     if merged:
-        size = classes * tl.load(tables + _SIZE)
-        passed = _within(section_of(tables, _MERGED, kind), k * size, size, bound, wanted, lanes)
-        passed += k * (size + 1)
-        found = tl.load(section_of(tables, _MERGED_TRUSTS, tl.float64) + passed, mask=wanted, other=0.0)
-        if judging:
-            products = tl.load(section_of(tables, _MERGED_SUMS, tl.int64) + passed, mask=wanted, other=0)
-        return found, products
+        size = classes * size_of(tables, head, _SIZE)
+        if lanes > 1:
+            return _guided(tables, head, k, size, bound, judging, kind)
+        else:
+            passed = _within(section_of(tables, head, _MERGED, kind), k * size, size, bound, wanted, 1)
+            passed += k * (size + 1)
+            found = tl.load(section_of(tables, head, _MERGED_TRUSTS, tl.float64) + passed, mask=wanted, other=0.0)
+            if judging:
+                products = tl.load(section_of(tables, head, _MERGED_SUMS, tl.int64) + passed, mask=wanted, other=0)
+            return found, products
     else:
         number = k * 0
         total = number
         for c in range(classes):
-            within = reached(tables, k, k * 0 + c, bound, wanted, classes, kind, lanes)
-            of_class = tl.load(section(tables, TOTALS) + c)
+            within = reached(tables, head, k, k * 0 + c, bound, wanted, classes, kind, lanes)
+            of_class = tl.load(section(tables, head, TOTALS) + c)
             number = tl.where(label == c, within, number)
             total = tl.where(label == c, of_class, total)
             products += within.to(tl.int64) * of_class
@@ -185,38 +309,61 @@ def expanded(
 
 
 @triton.jit
-def likely_cell(tables, key, several, lanes: tl.constexpr):
+def likely_cell(tables, head, key, several, one: tl.constexpr, by_lane: tl.constexpr):
     """The cell with the same hash as each row that lies in several ellipsoids, or -1."""
-    slots, keys = section(tables, _SLOTS), section_of(tables, _KEYS, tl.int64)
-    slot_mask = tl.load(tables + _SLOT_MASK)
-    cell = tl.full([key.shape[0], lanes], -1, tl.int32)
-    for probe in range(0, tl.load(tables + _PROBES), lanes):
-        place = ((key[:, None] + (probe + tl.arange(0, lanes))[None, :]) & slot_mask).to(tl.int32)
-        found = tl.load(slots + place, mask=several[:, None], other=-1)
-        known = tl.load(keys + place, mask=several[:, None], other=0)
-        cell = tl.maximum(cell, tl.where((found >= 0) & (known == key[:, None]), found, -1))
-    return tl.max(cell, axis=1)
+    lanes: tl.constexpr = 32 if one else 1
+    lane = tl.arange(0, lanes) if one else 0
+    slots = section(tables, head, _LANE_SLOTS if by_lane else _SLOTS)
+    keys = section_of(tables, head, _LANE_KEYS if by_lane else _KEYS, tl.int32 if by_lane else tl.int64)
+    slot_mask = size_of(tables, head, _LANE_SLOT_MASK if by_lane else _SLOT_MASK)
+    cell = _cell_at(slots, keys, (key + lane) & slot_mask, key, several)
+    for probe in range(lanes, size_of(tables, head, _LANE_PROBES if by_lane else _PROBES), lanes):
+        cell = tl.maximum(cell, _cell_at(slots, keys, (key + probe + lane) & slot_mask, key, several))
+    return most_of(cell, one)
 
 
 @triton.jit
-def same_pattern(tables, pattern, row, rows, cell, width, lanes: tl.constexpr):
+def _cell_at(slots, keys, at, key, several):
+    """The cell at places of the hash table, if it has the same hash, or -1."""
+    found = tl.load(slots + at, mask=several, other=-1)
+    known = tl.load(keys + at, mask=several, other=0)
+    return tl.where(known == key, found, -1)
+
+
+@triton.jit
+def same_pattern(tables, head, pattern, row, rows, cell, width, by_row: tl.constexpr, one: tl.constexpr):
     """Whether each row's pattern is that of its cell, if it has one."""
-    words, cells = section(tables, _PATTERNS), tl.load(tables + _CELLS)
-    differ = tl.zeros([row.shape[0], lanes], tl.int32)
-    for begin in tl.range(0, width, lanes, loop_unroll_factor=4 if lanes == 1 else 1):
-        w = (begin + tl.arange(0, lanes))[None, :]
-        asked = (cell >= 0)[:, None] & (w < width)
-        seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
-        mine = tl.load(pattern + w * rows + row[:, None], mask=asked, other=0)
-        differ |= (seen != mine).to(tl.int32)
-    return (cell >= 0) & (tl.max(differ, axis=1) == 0)
+    lanes: tl.constexpr = 32 if one else 1
+    lane = tl.arange(0, lanes) if one else 0
+    words = section(tables, head, _PATTERNS)
+    differ = lane + cell * 0 - lane
+    for begin in tl.range(0, width, lanes, loop_unroll_factor=1 if one else 4):
+        w = begin + lane
+        asked = (cell >= 0) & (w < width)
+        seen = tl.load(words + cell * width + w, mask=asked, other=0)
+        mine = tl.load(pattern + place(w, row, width, rows, by_row), mask=asked, other=0)
+        differ |= seen ^ mine
+    return (cell >= 0) & (any_of(differ, one) == 0)
 
 
 @triton.jit
-def same_words(tables, word, cell, width):
-    """The same for a pattern that is known as a whole."""
-    words, cells = section(tables, _PATTERNS), tl.load(tables + _CELLS)
-    w = tl.arange(0, word.shape[1])[None, :]
-    asked = (cell >= 0)[:, None] & (w < width)
-    seen = tl.load(words + w * cells + cell[:, None], mask=asked, other=0)
-    return (cell >= 0) & (tl.max((asked & (seen != word)).to(tl.int32), axis=1) == 0)
+def same_word(tables, head, word, cell):
+    """The same for patterns of one word."""
+    seen = tl.load(section(tables, head, _PATTERNS) + cell, mask=cell >= 0, other=0)
+    return (cell >= 0) & (seen == word)
+
+
+@triton.jit
+def hashed_by_lane(marks, held):
+    """The hash of the pattern of one row, whose ellipsoids lanes have, with their marks; NONE where they have none."""
+    return tl.reduce(tl.where(held < NONE, marks, 0), 0, _xor)
+
+
+@triton.jit
+def same_by_lane(tables, head, held, cell, ellipsoids):
+    """Whether that pattern is that of a cell, if there is one."""
+    k = tl.arange(0, held.shape[0])
+    words = section(tables, head, _PATTERNS) + cell * ((ellipsoids + 31) // 32)
+    seen = tl.load(words + (k >> 5), mask=(cell >= 0) & (k < ellipsoids), other=0)
+    differ = ((seen >> (k & 31)) & 1) ^ (held < NONE).to(tl.int32)
+    return (cell >= 0) & (any_of(differ, True) == 0)

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sepc_torch.kernels.counting import entries_ahead
 from sepc_torch.kernels.deciding import decide
 from sepc_torch.kernels.launching import Launcher, aligned, int_kind
-from sepc_torch.kernels.lookup import CLASSES, ELLIPSOIDS, LAYOUT, PAGE, bring_near
+from sepc_torch.kernels.lookup import CLASSES, CODES, ELLIPSOIDS, LAYOUT, MARKS, bring_near, words_ahead
 from sepc_torch.kernels.overlapping import overlaps, wait_for_previous
 from sepc_torch.kernels.splitting import power_of_two
-from sepc_torch.kernels.tables import WORD, RuleTables
+from sepc_torch.kernels.tables import LOW_DIGITS, WORD, RuleTables
 from sepc_torch.shapes import Float, Int
 
 # From so many rows on a thread takes each, below a warp: with few ellipsoids, and with more of them.
@@ -24,46 +25,65 @@ _MANY_ROWS = 2**12
 _MOST_ROWS = 2**15
 # Up to so many rows the chip has room for more than a warp to each, which pays with more ellipsoids.
 _FEW_ROWS = 128
+# About so many programs of a warp run at once.
+_ROWS_AT_ONCE = 2**11
 # A warp to a program: threads that wait for no other, and as many programs as there can be. With a single ellipsoid no
 # thread waits for another anyway, and half as many programs are enough.
 _TILE = 32
 _REGISTERS = 64
-# Lanes that share a row of many ellipsoids, and of few rows; classes that the rare cases take at once, and distances
-# that a thread asks for before it looks at the first, at most.
+_MOST_REGISTERS = 255
+# Lanes that share a row of many ellipsoids, and of few rows; distances that a thread asks for before it looks at the
+# first, at most.
 _MANY_LANES = 256
 _MOST_LANES = 1024
-_MOST_CLASSES = 32
 _AHEAD = 8
-# Pages of the tables that are fetched beforehand, at least.
-_PAGES = tl.constexpr(16)
+# Words of entries that a warp counts at once, at most, and numbers that it reads before it knows whether it counts.
+_MOST_ENTRY_WORDS = 256
+_AHEAD_NUMBERS = 2048
+# Pages of the tables that are fetched beforehand, at least, and programs for it.
+_PAGES = tl.constexpr(512)
+_FETCHERS = 128
 
 
 # Compiled once for all sizes: a batch of another size should not wait for a compiler.
 @triton.jit(do_not_specialize=["rows", "stride", "pages"])
 def _resolve(
     distance, nearness, given, tables, ints, floats, rows, stride, pages,
-    euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr,
+    euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr, by_row: tl.constexpr,
     tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
-    class_chunk: tl.constexpr, class_words: tl.constexpr, overlap: tl.constexpr, _layout: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr, heavy_words: tl.constexpr, digits: tl.constexpr,
+    overlap: tl.constexpr, _layout: tl.constexpr,
 ):  # fmt: skip
-    if lanes == 1:
+    begin = tl.program_id(0) * tile
+    if tile > 1:
+        if overlap:
+            wait_for_previous()
         ellipsoids, classes = tl.load(tables + ELLIPSOIDS), tl.load(tables + CLASSES)
+        decide(
+            distance, nearness, given, tables, None, None, None, None, ints, floats, begin, rows, stride, ellipsoids,
+            classes, euclidean, judging, merged, double, by_row, tile, lanes, unroll, once, whole, class_chunk,
+            class_words, digits,
+        )  # fmt: skip
     else:
-        # Few rows wait for every access. The first page, with what most of them need, is read at once; it stays near.
+        # A row waits for every access. What can be is read before its distances are there; some programs do no more.
         if overlap:
             bring_near(tables, pages, _PAGES)
-        word = tl.arange(0, PAGE)
-        page = tl.load(tables + word)
-        ellipsoids = tl.sum(tl.where(word == ELLIPSOIDS, page, 0), axis=0)
-        classes = tl.sum(tl.where(word == CLASSES, page, 0), axis=0)
-    if overlap:
-        wait_for_previous()
-    begin = tl.program_id(0) * tile
-    live = begin + tl.arange(0, tile) < rows
-    decide(
-        distance, nearness, given, tables, ints, floats, begin, live, rows, stride, ellipsoids, classes,
-        euclidean, judging, merged, double, lanes, unroll, once, whole, class_chunk, class_words,
-    )  # fmt: skip
+        head = words_ahead(tables)
+        ellipsoids, classes = head[ELLIPSOIDS], head[CLASSES]
+        lane = tl.arange(0, lanes)
+        codes = tl.load(tables + head[CODES] + lane, mask=lane < ellipsoids, other=0)
+        marks = tl.load(tables + head[MARKS] + lane, mask=lane < ellipsoids, other=0)
+        ahead = None
+        if digits > 0:
+            ahead = entries_ahead(tables, head, classes, class_chunk, class_words, heavy_words, digits)
+        if begin < rows:
+            if overlap:
+                wait_for_previous()
+            decide(
+                distance, nearness, given, tables, head, codes, marks, ahead, ints, floats,
+                begin, rows, stride, ellipsoids, classes, euclidean, judging, merged, double, by_row, tile, lanes,
+                unroll, once, whole, class_chunk, class_words, digits,
+            )  # fmt: skip
 
 
 _launch = Launcher(_resolve)
@@ -76,32 +96,41 @@ def resolve(
     tables: RuleTables,
     ints: Int[Tensor, "I B"],
     floats: Float[Tensor, "F B"],
+    by_row: bool,
 ) -> None:
     """Decide for every row, into columns of results.
 
     Args:
-        room: Mahalanobis distances to the ellipsoids, which come by class, and below them room for a word of bits for
-            every 32 ellipsoids; see :func:`room_for`.
-        nearness: What "nearest" means for points outside; by default the distance itself.
+        room: Begins with the Mahalanobis distances to the ellipsoids, which come by class; after them there is room for
+            a word of bits for every 32 ellipsoids; see :func:`room_for`.
+        nearness: What "nearest" means for points outside, stored alike; by default the distance itself.
         given: Labels to judge besides the model's own; indices of classes.
         tables: From :func:`~sepc_torch.kernels.tables.rule_tables`.
         ints: Takes label, rule, nearest and runner-up, and the runner-up to the given label.
         floats: Takes trust, distance and margin, and trust and margin of the given label.
+        by_row: Whether the distances of a row are side by side, or those to an ellipsoid; see :func:`better_by_row`.
     """
     ellipsoids, rows = tables.order.shape[0], room.shape[1]
-    shape = _program_shape(rows, ellipsoids, tables.starts.shape[0] - 1)
+    shape = _program_shape(rows, ellipsoids, tables.starts.shape[0] - 1, *tables.entries)
     overlap = overlaps(room.get_device())
     options = {"launch_pdl": True} if overlap else {}
     _launch(
-        (-(-rows // shape.tile), 1, 1),
+        (max(-(-rows // shape.tile), _FETCHERS if overlap and shape.tile == 1 else 1), 1, 1),
         (room.dtype, None if given is None else (given.dtype, aligned(given)), aligned(ints), aligned(floats),
          int_kind(ints.stride(0))),
         (room, room if nearness is None else nearness, tables.words if given is None else given, tables.words,
          ints, floats, rows, ints.stride(0), tables.pages),
-        (nearness is not None, given is not None, tables.merged, tables.double, *shape[:-1], overlap, LAYOUT),
-        num_warps=shape.warps, maxnreg=_REGISTERS if shape.tile > 1 and room.dtype == torch.float32 else None,
+        (nearness is not None, given is not None, tables.merged, tables.double, by_row, *shape[:-1], overlap, LAYOUT),
+        num_warps=shape.warps, maxnreg=_registers(shape.tile, room.dtype),
         **options,
     )  # fmt: skip
+
+
+def _registers(tile: int, dtype: torch.dtype) -> int | None:
+    """Registers of a thread, at most: few, if that lets more programs run at once."""
+    if tile == 1:
+        return _MOST_REGISTERS
+    return _REGISTERS if dtype == torch.float32 else None
 
 
 def room_for(ellipsoids: int, rows: int, like: Tensor) -> Float[Tensor, "R B"]:
@@ -110,10 +139,11 @@ def room_for(ellipsoids: int, rows: int, like: Tensor) -> Float[Tensor, "R B"]:
 
 
 class _Shape(NamedTuple):
-    """Rows of a program, lanes of a row, classes of the rare cases and words of entries of each, and warps.
+    """Rows of a program, lanes of a row; classes, and words of their entries, that are counted at once; warps.
 
     A lane asks for ``unroll`` distances at once. Asking once is enough for the words that are taken at a time
-    (``once``), and these may be the whole pattern (``whole``).
+    (``once``), and these may be the whole pattern (``whole``). So many ``digits`` of all entries are read beforehand,
+    the higher ones of the heavy words.
     """
 
     tile: int
@@ -123,20 +153,43 @@ class _Shape(NamedTuple):
     whole: bool
     class_chunk: int
     class_words: int
+    heavy_words: int
+    digits: int
     warps: int
 
 
+def better_by_row(ellipsoids: int, rows: int) -> bool:
+    """Whether the distances of a row should be side by side: threads that share it read them sooner.
+
+    Of many rows with many ellipsoids they are written so slowly that it does not pay.
+    """
+    return _shared(rows, ellipsoids) and (rows <= _ROWS_AT_ONCE or ellipsoids <= _FEW_ELLIPSOIDS)
+
+
+def _shared(rows: int, ellipsoids: int) -> bool:
+    """Whether several threads take a row. One with more ellipsoids is worth a warp also where there are many."""
+    return rows < (_MANY_ROWS if ellipsoids <= _FEW_ELLIPSOIDS else _MOST_ROWS)
+
+
 @functools.lru_cache(maxsize=1024)
-def _program_shape(rows: int, ellipsoids: int, classes: int) -> _Shape:
-    """What was fastest on an H200. A row with more ellipsoids is worth a warp also where there are many."""
-    chunk = min(_MOST_CLASSES, power_of_two(classes))
-    if rows >= (_MANY_ROWS if ellipsoids <= _FEW_ELLIPSOIDS else _MOST_ROWS):
+def _program_shape(
+    rows: int, ellipsoids: int, classes: int, most_words: int, heavy_words: int, digits: int
+) -> _Shape:  # fmt: skip
+    """What was fastest on an H200."""
+    chunk = min(WORD, power_of_two(classes))
+    if not _shared(rows, ellipsoids):
         ahead = min(_AHEAD, power_of_two(ellipsoids))
         warps = 1 if ellipsoids > 1 else 2
-        return _Shape(_TILE * warps, 1, ahead, ellipsoids <= ahead, ellipsoids <= WORD, chunk, 2 * WORD // chunk, warps)
-    if ellipsoids <= _FEW_ELLIPSOIDS:
-        return _Shape(1, max(WORD, power_of_two(ellipsoids)), 1, True, True, chunk, 2 * WORD // chunk, 1)
-    if rows > _FEW_ROWS:
-        return _Shape(1, _MANY_LANES, 1, True, ellipsoids <= _MANY_LANES, chunk, _MANY_LANES // chunk, 1)
-    lanes = min(_MOST_LANES, power_of_two(ellipsoids))
-    return _Shape(1, lanes, 1, True, ellipsoids <= lanes, chunk, 2 * _MANY_LANES // chunk, 4)
+        words = min(2 * WORD // chunk, power_of_two(most_words))
+        return _Shape(_TILE * warps, 1, ahead, ellipsoids <= ahead, ellipsoids <= WORD, chunk, words, 0, 0, warps)
+    lanes = max(WORD, min(power_of_two(ellipsoids), _MANY_LANES if rows > _FEW_ROWS else _MOST_LANES))
+    warps = 1 if ellipsoids <= _FEW_ELLIPSOIDS or rows > _FEW_ROWS else 4
+    words = min(_MOST_ENTRY_WORDS * warps // chunk, power_of_two(most_words))
+    heavy = power_of_two(max(1, heavy_words))
+    # What every thread reads beforehand must fit into its registers.
+    numbers = chunk * (min(digits, LOW_DIGITS) * words + max(0, digits - LOW_DIGITS) * heavy)
+    whole = ellipsoids <= lanes
+    fits = classes <= chunk and most_words <= words and numbers <= _AHEAD_NUMBERS * warps
+    if not (whole and fits and better_by_row(ellipsoids, rows)):
+        heavy = digits = 0
+    return _Shape(1, lanes, 1, True, whole, chunk, words, heavy, digits, warps)

@@ -6,9 +6,8 @@ out beforehand, label and rule included.
 
 Membership in K ellipsoids is a pattern of bits, 32 to a word. A cell is found by the hash of its pattern, in a table
 with open addressing, and the pattern is compared to the last bit before it is believed. Only patterns that no training
-point has, and ties that neither of the two nearest classes is in, need the pass over all cells. That pass counts bits:
-an entry stands for the points of one class in one cell, every ellipsoid has a bit for each entry, and the numbers of
-points are there in binary, a row of bits for each digit.
+point has need the pass over all cells. That pass counts bits: an entry stands for the points of one class in one cell,
+every ellipsoid has a bit for each entry, and the numbers of points are there in binary, a row of bits for each digit.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from sepc_torch.rules import TrainingCounts, decided
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 WORD = 32
+_LOW = np.int64(2**WORD - 1)
 # An odd number below 2^63 with its bits well mixed; the kernel multiplies by the same.
 MULTIPLIER = 0x2545F4914F6CDD1D
 # Slots for each pattern: with so many free, few patterns need a second look.
@@ -34,14 +34,21 @@ _MOST_MERGED = 2**24
 _ALIGNED = 4
 # Ellipsoids whose entries are laid out at once: each takes a byte for every entry.
 _AT_ONCE = 64
+# Digits of the numbers of points that all entries have room for beforehand; higher ones have only the heavy words.
+LOW_DIGITS = 3
 # Words of the tables that one instruction of a warp brings near; there is a whole number of them.
 PAGE = 1024
+# Numbers by which the merged distances of an ellipsoid are divided into parts of the same length.
+GUIDE = 256
 
 # What a table of words begins with: sizes, and where its sections begin.
-SIZES = ("ellipsoids", "classes", "cells", "most_words", "digits", "size", "slot_mask", "probes")
+SIZES = (
+    "ellipsoids", "classes", "most_words", "digits", "size", "slot_mask", "probes", "lane_slot_mask", "lane_probes",
+)  # fmt: skip
 SECTIONS = (
-    "codes", "order", "starts", "totals", "entry_starts", "numbers", "slots", "keys", "verdicts", "trusts", "patterns",
-    "members", "merged", "merged_trusts", "counts", "sums", "reach", "ranks", "merged_sums",
+    "codes", "marks", "order", "starts", "totals", "entry_starts", "numbers", "lane_slots", "lane_keys", "verdicts",
+    "trusts", "patterns", "counts", "members", "guide", "merged", "merged_trusts", "slots", "keys", "sums", "reach",
+    "ranks", "merged_sums",
 )  # fmt: skip
 
 
@@ -54,6 +61,9 @@ class RuleTables(NamedTuple):
         starts: Where each class begins (C + 1,).
         merged: Whether the distances of the training points are also there for all classes together.
         double: Whether these distances are in float64.
+        most_words: Words of the entries of a class, at most.
+        heavy_words: Words of those that stand for so many points that more than the low digits are needed.
+        digits: Binary digits of the numbers of points, at most.
     """
 
     words: Int[Tensor, "N"]
@@ -61,6 +71,14 @@ class RuleTables(NamedTuple):
     starts: Int[Tensor, "C+1"]
     merged: bool
     double: bool
+    most_words: int
+    heavy_words: int
+    digits: int
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """What the entries of a class take at most: words, words with high digits, and digits."""
+        return self.most_words, self.heavy_words, self.digits
 
     @property
     def pages(self) -> int:
@@ -83,7 +101,10 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
     words = torch.cat([torch.nn.functional.pad(head, (0, -len(head) % _ALIGNED)), *parts])
     words = torch.nn.functional.pad(words, (0, -len(words) % PAGE))
     double = training.reach.dtype == torch.float64
-    return RuleTables(words, sections["order"], sections["starts"], "merged" in sections, double)
+    merged = "merged" in sections
+    heavy = _entry_words((training.counts >= 2**LOW_DIGITS).sum(dim=0)).max()
+    of_entries = sizes["most_words"], int(heavy), sizes["digits"]
+    return RuleTables(words, sections["order"], sections["starts"], merged, double, *of_entries)
 
 
 def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[str, int], dict[str, Tensor]]:
@@ -92,9 +113,11 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before; of
       exactly equal distances the first in this order is the nearest;
     - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
-    - ``patterns`` (W, P): the cells as words of bits, one for every ellipsoid;
+    - ``patterns`` (P, W): the cells as words of bits, one for every ellipsoid;
     - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, or -1 where there
       is none, and its hash;
+    - ``marks`` (K,), ``lane_slots``, ``lane_keys``: the same for a hash of 32 bits that lanes make which have an
+      ellipsoid each, from the marks of those that hold a row;
     - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
     - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
       digits of the numbers of points that they stand for, the lowest first;
@@ -107,6 +130,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``reach`` (K, C, Q): distances of the training points, sorted, in the dtype of the model;
     - ``ranks`` (C, Q + 1): how many points lie within each of them, none before the first;
     - ``merged`` (K, C Q): the same distances, all classes together;
+    - ``guide`` (K, G): of these every so manyth (:func:`part`), infinite after the last of them;
     - ``merged_sums`` (K, C Q + 1) int64, ``merged_trusts`` (K, C Q + 1) float64: the sums over classes of the points
       within each, and the trust in the ellipsoid's own class.
     """
@@ -116,13 +140,15 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     codes = training.codes[order]
     cells = training.cells[:, order].cpu().numpy()
     words = packed(cells)
-    keys = hashed(words)
+    keys, lane_keys = hashed(words), hashed_by_lane(cells)
 
     in_all, in_any = ops.region_counts(training.cells, training.cells, training.counts)
     by_all = decided(in_all)
     in_region = torch.where(by_all[:, None], in_all, in_any)
     # Points in fewer than two ellipsoids are judged without their cell.
-    slots, probes = hash_table(keys, np.flatnonzero(cells.sum(axis=1) > 1))
+    shared = np.flatnonzero(cells.sum(axis=1) > 1)
+    slots, probes = hash_table(keys, shared)
+    lane_slots, lane_probes = hash_table(lane_keys, shared)
     counts = torch.cat([training.held[order], in_region])
     label = torch.cat([codes, in_region.argmax(dim=1)])
     narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
@@ -132,21 +158,25 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     sizes = {
         "ellipsoids": len(codes),
         "classes": classes,
-        "cells": len(cells),
         "most_words": int(np.diff(entry_starts).max()),
         "digits": len(numbers),
         "size": size,
         "slot_mask": len(slots) - 1,
         "probes": probes,
+        "lane_slot_mask": len(lane_slots) - 1,
+        "lane_probes": lane_probes,
     }
     sections = {
         "codes": codes.int(),
+        "marks": torch.from_numpy(marks(len(codes))).to(device),
         "order": order.int(),
         "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
         "totals": totals.int(),
-        "patterns": torch.from_numpy(words).T.contiguous().to(device),
+        "patterns": torch.from_numpy(words).to(device),
         "keys": torch.from_numpy(np.where(slots >= 0, keys[slots], 0)).to(device),
         "slots": torch.from_numpy(slots).to(device),
+        "lane_keys": torch.from_numpy(np.where(lane_slots >= 0, lane_keys[lane_slots], 0)).to(device),
+        "lane_slots": torch.from_numpy(lane_slots).to(device),
         "entry_starts": torch.from_numpy(entry_starts).to(device),
         "numbers": torch.from_numpy(numbers).to(device),
         "members": torch.from_numpy(members).to(device),
@@ -171,7 +201,20 @@ def _merged(
     own = added[place] * (classes[place] == codes[:, None])
     sums = (added * totals[classes])[place]
     sums, own = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (sums, own))
-    return {"merged": distance, "merged_sums": sums, "merged_trusts": _trust(own, totals[codes][:, None], sums)}
+    guide = torch.full((len(distance), GUIDE), torch.inf, dtype=distance.dtype, device=distance.device)
+    step = part(distance.shape[1])
+    guide[:, : distance.shape[1] // step] = distance[:, step - 1 :: step]
+    trusts = _trust(own, totals[codes][:, None], sums)
+    return {"guide": guide, "merged": distance, "merged_sums": sums, "merged_trusts": trusts}
+
+
+def part(size: int) -> int:
+    """How many of so many numbers lie between two that guide to them, one of these included.
+
+    >>> part(5120), part(100), 5120 // part(5120) <= GUIDE
+    (20, 1, True)
+    """
+    return size // (GUIDE + 1) + 1
 
 
 def _trust(number: Int[Tensor, "..."], total: Int[Tensor, "..."], sums: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -189,12 +232,12 @@ def _words(training: TrainingCounts) -> int:
     """How many words the tables have, at most."""
     ellipsoids, classes, size = training.reach.shape
     cells, distances, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
-    merged = (wide + 4) * distances + 4 * ellipsoids if distances <= _MOST_MERGED else 0
+    merged = (wide + 4) * distances + (4 + wide * GUIDE) * ellipsoids if distances <= _MOST_MERGED else 0
     patterns = (ellipsoids // WORD + 1) * cells
     of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())
     counts = classes * (cells + ellipsoids + size + 4) + 2
-    # Codes, order, verdicts, trusts and sums; keys and slots, at most eight to a cell; the header and the gaps.
-    others = 7 * ellipsoids + 29 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
+    # Codes, marks, order, verdicts, trusts, sums; keys and slots twice, at most eight to a cell; the header, the gaps.
+    others = 8 * ellipsoids + 45 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
     return wide * distances + merged + patterns + of_entries + counts + others + PAGE
 
 
@@ -208,11 +251,15 @@ def entries(
 ) -> tuple[Int[Array, "K E"], Int[Array, "C+1"], Int[Array, "n E"]]:
     """Members, where each class begins, and numbers: an entry for every class in every cell, 32 to a word of a class.
 
-    >>> members, starts, numbers = entries(np.array([[True, False], [True, True]]), np.array([[5, 0], [1, 2]]))
+    Of every class those with the most points come first: only few words have high digits.
+
+    >>> members, starts, numbers = entries(np.array([[True, False], [True, True]]), np.array([[1, 0], [5, 2]]))
     >>> members.tolist(), starts.tolist(), numbers.tolist()
-    ([[3, 1], [2, 1]], [0, 1, 2], [[3, 0], [0, 1], [1, 0]])
+    ([[3, 1], [1, 1]], [0, 1, 2], [[3, 0], [0, 1], [1, 0]])
     """
     label, cell = np.nonzero(counts.T)
+    order = np.lexsort((-counts[cell, label], label))
+    label, cell = label[order], cell[order]
     words = _entry_words(np.bincount(label, minlength=counts.shape[1]))
     starts = np.concatenate([[0], np.cumsum(words)]).astype(np.int32)
     place = WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
@@ -242,13 +289,31 @@ def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
 
 def hashed(words: Int[Array, "P W"]) -> Int[Array, "P"]:
     """The hash of every row: the sum over its words, each mixed with its place; arithmetic is modulo 2^64."""
-    low = np.int64(0xFFFFFFFF)
-    value = (words.astype(np.int64) & low) + (np.arange(words.shape[1], dtype=np.int64) << np.int64(WORD))
+    value = (words.astype(np.int64) & _LOW) + (np.arange(words.shape[1], dtype=np.int64) << np.int64(WORD))
+    with np.errstate(over="ignore"):
+        return np.where(words != 0, _mixed(value), 0).sum(axis=1)
+
+
+def hashed_by_lane(cells: Bool[Array, "P K"]) -> Int[Array, "P"]:
+    """Another hash, of 32 bits: the marks of a row's ellipsoids, exclusive or."""
+    keys = np.zeros(len(cells), dtype=np.int32)
+    for held, mark in zip(cells.T, marks(cells.shape[1]), strict=True):
+        keys[held] ^= mark
+    return keys
+
+
+def marks(count: int) -> Int[Array, "K"]:
+    """A number for every ellipsoid, with its bits mixed."""
+    return (_mixed(np.arange(1, count + 1, dtype=np.int64)) & _LOW).astype(np.uint32).view(np.int32)
+
+
+def _mixed(value: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Numbers with all their bits mixed."""
     with np.errstate(over="ignore"):
         for _ in range(2):
             value = value * np.int64(MULTIPLIER)
-            value ^= (value >> np.int64(WORD)) & low
-        return np.where(words != 0, value, 0).sum(axis=1)
+            value ^= (value >> np.int64(WORD)) & _LOW
+    return value
 
 
 def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
