@@ -21,7 +21,7 @@ from sepc_torch.kernels import fused, judging, resolving, screening, tables
 from sepc_torch.kernels.bounds import screen
 from sepc_torch.kernels.splitting import split
 from sepc_torch.prediction import Prediction
-from sepc_torch.rules import TrainingCounts, class_distance, resolve
+from sepc_torch.rules import TrainingCounts, resolve
 from sepc_torch.sepc import SEPC
 from sepc_torch.verdict import verdict
 
@@ -173,10 +173,7 @@ def odd_distances(rng: Rng) -> None:
 
 
 def known_patterns(rng: Rng) -> None:
-    """Patterns that a training point has are looked up: without the numbers of entries they are judged the same.
-
-    So are their ties, if one of the two nearest classes is in them.
-    """
+    """Patterns that a training point has are looked up, ties too: without the numbers of entries all is the same."""
     sepc = model_of(rng, 40, 2, 4, held=3.0)
     z = points_for(rng, sepc, 64, bad=False)
     distance = sepc.bank(z)
@@ -187,10 +184,6 @@ def known_patterns(rng: Rng) -> None:
     cells = {tuple(cell): p for p, cell in enumerate(sepc.cells.tolist())}
     cell = torch.tensor([cells.get(tuple(row), -1) for row in inside.tolist()])
     known = torch.tensor([p in listed for p in cell.tolist()])
-    vouching = sections["counts"][40 + cell]
-    two = class_distance(distance, sepc.training_counts).topk(2, largest=False).indices
-    settled = (vouching.gather(1, two) == vouching.amax(dim=1, keepdim=True)).any(dim=1)
-    known &= settled | (sections["verdicts"][40 + cell] & 2 == 0)
     assert 2 < int(known.sum()) < int((inside.sum(dim=1) > 1).sum())
     words = kernels.tables.words.clone()
     place = int(words[len(tables.SIZES) + tables.SECTIONS.index("numbers")])
@@ -204,6 +197,24 @@ def known_patterns(rng: Rng) -> None:
     for ours, theirs, wanted in zip(without, by_warps, whole, strict=True):
         assert torch.equal(ours[:, known], wanted[:, known])
         assert torch.equal(theirs, wanted[:, known])
+
+
+def stored_either_way(rng: Rng) -> None:
+    """Distances by row and by column are judged alike, by a warp to a row and by a thread."""
+    for count, many in ((40, 2**12), (300, 2**12), (40, 0)):
+        rows_are_many_from(many)
+        sepc = model_of(rng, count, 2, 4, held=2.0)
+        kernels, z = kernels_of(sepc), points_for(rng, sepc, 12)
+        assert kernels.bank is not None
+        found = []
+        for by_row in (False, True):
+            room = resolving.room_for(count, len(z), z)
+            fused.launch_into(room, z, sepc.bank.origin, kernels.bank, *((count, 1) if by_row else (1, len(z))))
+            ints, floats = judging._room(z, torch.float32, None)
+            resolving.resolve(room, None, None, kernels.tables, ints, floats, by_row)
+            found.append((ints, floats.nan_to_num()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
 
 
 def pieces(rng: Rng) -> None:

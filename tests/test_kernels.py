@@ -70,6 +70,7 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
         "ties",
         "odd_distances",
         "known_patterns",
+        "stored_either_way",
         "pieces",
         "bounds",
         "screening_decides",

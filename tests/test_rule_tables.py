@@ -10,7 +10,20 @@ import torch
 from ellipsoid_models import model_of
 
 from sepc_torch.kernels import tables
-from sepc_torch.kernels.tables import PAGE, SECTIONS, SIZES, entries, hash_table, hashed, laid_out, packed, rule_tables
+from sepc_torch.kernels.tables import (
+    GUIDE,
+    LOW_DIGITS,
+    PAGE,
+    SECTIONS,
+    SIZES,
+    entries,
+    hash_table,
+    hashed,
+    laid_out,
+    packed,
+    part,
+    rule_tables,
+)
 from sepc_torch.trust import bayes_trust
 
 Rng = np.random.Generator
@@ -98,6 +111,42 @@ def test_bits_count_the_points_in_all_and_in_any_of_some_ellipsoids(rng: Rng) ->
             )
             points = (bits * 2 ** np.arange(len(numbers))[:, None]).sum(axis=0)
             assert [points[a:b].sum() for a, b in itertools.pairwise(starts)] == wanted.tolist()
+
+
+def test_high_digits_are_in_the_heavy_words_alone(rng: Rng) -> None:
+    """Of 512 cells with a point of every class, forty have many, wherever these are."""
+    sepc = model_of(rng, 9, 2, 3)
+    cells = torch.tensor(list(itertools.product([False, True], repeat=9)))
+    counts = torch.ones(512, 3, dtype=torch.int64)
+    counts[rng.permutation(512)[:40]] = 2**LOW_DIGITS + 100
+    training = sepc.training_counts._replace(cells=cells, counts=counts)
+    _, found = laid_out(training, sepc.totals)
+    assert rule_tables(training, sepc.totals).entries == (16, 2, 7)
+    for begin in found["entry_starts"][:-1].tolist():
+        high = found["numbers"][LOW_DIGITS:, begin : begin + 16].any(dim=0)
+        assert high.tolist() == [True] * 2 + [False] * 14
+
+
+@pytest.mark.parametrize("size", [1, 5, 256, 257, 700, 5120])
+def test_guides_divide_the_merged_distances_into_parts(rng: Rng, size: int) -> None:
+    """How many of them are within a bound tells the part, to the number."""
+    numbers = np.sort(rng.normal(size=size))
+    step = part(size)
+    guides = numbers[step - 1 :: step]
+    assert len(guides) <= GUIDE
+    for bound in (*rng.normal(size=20), numbers[0], numbers[-1], np.inf):
+        passed = int((guides <= bound).sum()) * step
+        assert passed <= (numbers <= bound).sum() < passed + step
+
+
+def test_tables_have_the_guides(rng: Rng) -> None:
+    sepc = model_of(rng, 5, 2, 3, points=900)
+    _, found = laid_out(sepc.training_counts, sepc.totals)
+    step = part(found["merged"].shape[1])
+    wanted = found["merged"][:, step - 1 :: step]
+    assert torch.equal(found["guide"][:, : wanted.shape[1]], wanted)
+    assert found["guide"].shape == (5, GUIDE)
+    assert found["guide"][:, wanted.shape[1] :].isinf().all()
 
 
 def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:

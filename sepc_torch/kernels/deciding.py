@@ -21,7 +21,6 @@ from sepc_torch.kernels.lookup import (
     LIMIT,
     NONE,
     ORDER,
-    STARTS,
     SUMS,
     TOTALS,
     TRUSTS,
@@ -45,87 +44,19 @@ from sepc_torch.kernels.lookup import (
     sum_of,
     trust,
 )  # fmt: skip
+from sepc_torch.kernels.nearest import (
+    margin_of,
+    nearest_of_lanes,
+    other_class_after,
+    own_distance,
+    two_least,
+    two_nearest,
+)
 from sepc_torch.rules import NEAREST_TIE, Rule
 
 _TIED = tl.constexpr(1.0 + NEAREST_TIE)
 _SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
 _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
-
-
-@triton.jit
-def two_least(x, k, least, where, second):
-    """The least so far, where it is and the second least, after the numbers x of place k."""
-    where = tl.where(x < least, k, where)
-    return tl.minimum(least, x), where, tl.minimum(second, tl.maximum(least, x))
-
-
-@triton.jit
-def _nearer(
-    least, where, second, label, other, other_label, least_2, where_2, second_2, label_2, other_2, other_label_2
-):  # fmt: skip
-    """What two lanes found, together: the least, where it is, the second, and the least of another class.
-
-    Of equals the first is the least.
-    """
-    swap = (least_2 < least) | ((least_2 == least) & (where_2 < where))
-    # The lesser of the two comes first from here on.
-    least, least_2 = tl.where(swap, least_2, least), tl.where(swap, least, least_2)
-    label, label_2 = tl.where(swap, label_2, label), tl.where(swap, label, label_2)
-    other, other_2 = tl.where(swap, other_2, other), tl.where(swap, other, other_2)
-    other_label, other_label_2 = tl.where(swap, other_label_2, other_label), tl.where(swap, other_label, other_label_2)
-    apart = label != label_2
-    other_2, other_label_2 = tl.where(apart, least_2, other_2), tl.where(apart, label_2, other_label_2)
-    takes = (other_2 < other) | ((other_2 == other) & (other_label_2 < other_label))
-    return (
-        least, tl.where(swap, where_2, where), tl.minimum(tl.where(swap, second_2, second), least_2), label,
-        tl.where(takes, other_2, other), tl.where(takes, other_label_2, other_label),
-    )  # fmt: skip
-
-
-@triton.jit
-def _nearest(least, where, second, label, other, other_label, one: tl.constexpr):
-    """The same over all lanes of a row."""
-    if one:
-        return tl.reduce((least, where, second, label, other, other_label), 0, _nearer)
-    else:
-        return least, where, second, label, other, other_label
-
-
-@triton.jit
-def _two_nearest(least, where, second, one: tl.constexpr):
-    """The least over all lanes of a row, where it is, and the second; of equals the first is the least."""
-    best = least_of(least, one)
-    nearest = least_of(tl.where(least == best, where, NONE), one)
-    return best, nearest, least_of(tl.where((least == best) & (where == nearest), second, least), one)
-
-
-@triton.jit
-def _other_class(x, c, least, least_class, other, other_class):
-    """The least of another class than that of the least, after the numbers x of class c; and the class of the least."""
-    closer = x < least
-    takes = (c != least_class) & (closer | (x < other))
-    other = tl.where(takes, tl.where(closer, least, x), other)
-    other_class = tl.where(takes, tl.where(closer, least_class, c), other_class)
-    return other, other_class, tl.where(closer, c, least_class)
-
-
-@triton.jit
-def _distance_to_class(
-    tables, head, distance, row, rows, label, wanted, ellipsoids, by_row: tl.constexpr, one: tl.constexpr
-):  # fmt: skip
-    """Distance of rows to the nearest ellipsoid of a class, each of its own."""
-    lanes: tl.constexpr = 32 if one else 1
-    lane = tl.arange(0, lanes) if one else 0
-    starts = section(tables, head, STARTS)
-    begin = tl.load(starts + label, mask=wanted, other=0)
-    number = tl.load(starts + label + 1, mask=wanted, other=0) - begin
-    most = number if one else tl.max(number, axis=0)
-    near = (lane + row) * 0.0 + float("inf")
-    near = near.to(distance.dtype.element_ty)
-    for m in tl.range(0, most, lanes, loop_unroll_factor=1 if one else 4):
-        at = place(begin + m + lane, row, ellipsoids, rows, by_row)
-        near = tl.minimum(near, ordered(tl.load(distance + at, mask=m + lane < number, other=float("inf"))))
-    return least_of(near, one)
 
 
 @triton.jit
@@ -148,35 +79,6 @@ def _identified(word, w, key, first, one: tl.constexpr):
     """The hash of patterns and their first bit, after the words w."""
     lowest = least_of(lowest_place(word, w), one)
     return key + sum_of(hashed(word, w), one), tl.minimum(first, lowest)
-
-
-@triton.jit
-def _own_distance(
-    tables, head, distance, near, lane_codes, row, rows, label, best, best_class, next_distance, next_class, live,
-    ellipsoids, by_row: tl.constexpr, kept: tl.constexpr, one: tl.constexpr,
-):  # fmt: skip
-    """Distance of rows to their label's own class, which mostly is that of the nearest or the second."""
-    own = tl.where(label == best_class, best, next_distance)
-    farther = live & (label != best_class) & (label != next_class)
-    if any_row(farther, one):
-        if kept:
-            their_own = tl.min(tl.where(lane_codes == label, near, float("inf")), axis=0)
-        else:
-            their_own = _distance_to_class(tables, head, distance, row, rows, label, farther, ellipsoids, by_row, one)
-        own = tl.where(farther, their_own, own)
-    return own
-
-
-@triton.jit
-def _margin(label, own, least, least_class, other, other_class, tiny: tl.constexpr):
-    """Distance to the nearest other class over that to the label's own, and which class that is."""
-    nearest_is_own = least_class == label
-    other = tl.where(nearest_is_own, other, least)
-    runner_up = tl.where(nearest_is_own, other_class, least_class)
-    runner_up = tl.where(other == float("inf"), 0, runner_up)
-    own = tl.where(own == float("-inf"), float("nan"), own)
-    other = tl.where(other == float("-inf"), float("nan"), other)
-    return other / tl.where(own < tiny, tiny, own), runner_up
 
 
 @triton.jit
@@ -252,7 +154,7 @@ def decide(
                     bit = (d <= LIMIT).to(tl.int32) << (k & 31)
                     word |= tl.sum(tl.reshape(bit, [words, lanes // words]), axis=1) if one else bit
                 x = ordered(d)
-                other, other_class, least_class = _other_class(x, c, least, least_class, other, other_class)
+                other, other_class, least_class = other_class_after(x, c, least, least_class, other, other_class)
                 least, where, second = two_least(x, k, least, where, second)
                 if kept:
                     near, held = x, tl.where(d <= LIMIT, k, NONE)
@@ -266,7 +168,7 @@ def decide(
             held_by += sum_of((word != 0).to(tl.int32) + ((word & (word - 1)) != 0).to(tl.int32), one)
     if kept:
         held_by = tl.sum((held < NONE).to(tl.int32), axis=0)
-    best, nearest, next_best, best_class, next_distance, next_class = _nearest(
+    best, nearest, next_best, best_class, next_distance, next_class = nearest_of_lanes(
         least, where, second, least_class, other, other_class, one
     )
     bad = best == float("inf")
@@ -275,7 +177,7 @@ def decide(
     nearest_distance = tl.where(best == float("-inf"), float("nan"), best)
     least_outside, second_outside = best, next_best
     if euclidean:
-        least_outside, outer, second_outside = _two_nearest(least_near, where_near, second_near, one)
+        least_outside, outer, second_outside = two_nearest(least_near, where_near, second_near, one)
         nearest = tl.where(outside, outer, nearest)
         nearest_class = tl.load(codes + nearest, mask=live, other=0)
         nearest_distance = tl.load(distance + place(nearest, row, ellipsoids, rows, by_row), mask=live, other=0.0)
@@ -399,13 +301,13 @@ def decide(
                     products = tl.where(here, its_products, products)
                 apart = apart & ~here
                 left -= 1
-        own = _own_distance(
+        own = own_distance(
             tables, head, distance, near, lane_codes, row, rows, label, best, best_class, next_distance, next_class,
             live, ellipsoids, by_row, kept, one,
         )  # fmt: skip
 
     rule = tl.where(outside, _OUTSIDE, tl.where(held_by == 1, _SINGLE, tl.where(by_all, _OVERLAP, _UNION)))
-    margin, runner_up = _margin(label, own, best, best_class, next_distance, next_class, tiny)
+    margin, runner_up = margin_of(label, own, best, best_class, next_distance, next_class, tiny)
     stride = stride.to(tl.int64)
     tl.store(ints + row, tl.where(bad, -1, label).to(tl.int64), mask=live)
     tl.store(ints + stride + row, rule.to(tl.int64), mask=live)
@@ -415,11 +317,11 @@ def decide(
     tl.store(floats + stride + row, nearest_distance, mask=live)
     tl.store(floats + 2 * stride + row, margin, mask=live)
     if judging:
-        own = _own_distance(
+        own = own_distance(
             tables, head, distance, near, lane_codes, row, rows, theirs, best, best_class, next_distance, next_class,
             live, ellipsoids, by_row, kept, one,
         )  # fmt: skip
-        margin, runner_up = _margin(theirs, own, best, best_class, next_distance, next_class, tiny)
+        margin, runner_up = margin_of(theirs, own, best, best_class, next_distance, next_class, tiny)
         vouched = trust(their_number, tl.load(section(tables, head, TOTALS) + theirs, mask=live, other=0), products)
         tl.store(ints + 4 * stride + row, runner_up.to(tl.int64), mask=live)
         tl.store(floats + 3 * stride + row, tl.where(bad, 0.0, vouched), mask=live)

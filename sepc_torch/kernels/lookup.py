@@ -336,7 +336,7 @@ def same_pattern(tables, head, pattern, row, rows, cell, width, by_row: tl.const
     lanes: tl.constexpr = 32 if one else 1
     lane = tl.arange(0, lanes) if one else 0
     words = section(tables, head, _PATTERNS)
-    differ = lane + cell * 0 - lane
+    differ = (lane + cell) * 0
     for begin in tl.range(0, width, lanes, loop_unroll_factor=1 if one else 4):
         w = begin + lane
         asked = (cell >= 0) & (w < width)

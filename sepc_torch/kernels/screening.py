@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.kernels.bounds import Screen
-from sepc_torch.kernels.deciding import two_least
 from sepc_torch.kernels.fused import program_shape, tile_distance, tile_size
 from sepc_torch.kernels.lookup import LAYOUT, LIMIT
+from sepc_torch.kernels.nearest import two_least
 from sepc_torch.kernels.resolving import room_for
 from sepc_torch.kernels.splitting import TOP, Split
 from sepc_torch.rules import NEAREST_TIE
