@@ -69,6 +69,7 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
         "decisions",
         "ties",
         "odd_distances",
+        "patterns_of_many",
         "known_patterns",
         "stored_either_way",
         "pieces",

@@ -19,8 +19,10 @@ from sepc_torch.kernels.tables import (
     entries,
     hash_table,
     hashed,
+    hashed_by_lane,
     laid_out,
     packed,
+    packed_by_lane,
     part,
     rule_tables,
 )
@@ -36,12 +38,24 @@ def test_patterns_are_packed_bit_by_bit(rng: Rng) -> None:
     assert (((words[:, np.arange(70) // 32] >> (np.arange(70) % 32)) & 1) == cells).all()
 
 
+@pytest.mark.parametrize(("width", "bits"), [(3, 8), (256, 8), (300, 16), (700, 32), (1024, 32)])
+def test_lanes_take_every_32nd_ellipsoid(rng: Rng, width: int, bits: int) -> None:
+    cells = rng.random((20, width)) < 0.4
+    words = packed_by_lane(cells)
+    assert (words.shape, words.itemsize) == ((20, 32), bits // 8)
+    k = np.arange(width)
+    assert (((words[:, k % 32] >> (k // 32)) & 1) == cells).all()
+    assert np.unpackbits(words.view(np.uint8)).sum() == cells.sum()
+
+
+@pytest.mark.parametrize("by_lane", [False, True])
 @pytest.mark.parametrize(("count", "width"), [(0, 5), (1, 40), (500, 40), (3000, 12)])
-def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int) -> None:
+def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int, by_lane: bool) -> None:
     """From its own place on, within the number of probes promised, and before an empty slot."""
-    words = packed(np.unique(rng.random((count, width)) < 0.5, axis=0))
-    keys = hashed(words)
-    assert len(np.unique(keys)) == len(words)
+    cells = np.unique(rng.random((count, width)) < 0.5, axis=0)
+    words = packed_by_lane(cells) if by_lane else packed(cells)
+    keys = hashed_by_lane(words) if by_lane else hashed(words)
+    assert len(np.unique(keys)) >= len(words) - (2 if by_lane else 0)  # of 32 bits two may be the same
     rows = rng.permutation(len(words))
     slots, probes = hash_table(keys, rows)
     assert np.array_equal(np.sort(slots[slots >= 0]), np.arange(len(words)))
@@ -50,6 +64,18 @@ def test_every_pattern_is_found_by_its_hash(rng: Rng, count: int, width: int) ->
         place = np.flatnonzero(reached == row)[0]
         assert (reached[:place] >= 0).all()
     assert probes < 40
+
+
+def test_what_is_not_found_soon_is_left_out(rng: Rng) -> None:
+    """The lanes of a row look once. Of equal hashes so many stay that they see all, each where it is looked for."""
+    keys = np.repeat(rng.integers(2**31, size=3).astype(np.int32), 50)
+    slots, probes = hash_table(keys, np.arange(150), most=32)
+    assert probes == 32
+    for key in np.unique(keys):
+        seen = slots[(key + np.arange(32)) & (len(slots) - 1)]
+        assert (keys[seen[seen >= 0]] == key).any()
+    assert len(np.unique(slots[slots >= 0])) == (slots >= 0).sum() <= 96
+    assert (hash_table(keys, np.arange(150))[0] >= 0).sum() == 150
 
 
 def test_tables_know_the_training_set(rng: Rng) -> None:
@@ -69,9 +95,10 @@ def test_tables_know_the_training_set(rng: Rng) -> None:
     assert torch.equal(tables["trusts"][:20], bayes_trust(sepc.held[order], sepc.totals, codes.long()))
     slots, keys = tables["slots"].numpy(), tables["keys"].numpy()
     assert np.array_equal(keys[slots >= 0], hashed(packed(cells.numpy()))[slots[slots >= 0]])
-    lane_slots, lane_keys, marks = (tables[name].numpy() for name in ("lane_slots", "lane_keys", "marks"))
-    for slot, key in zip(lane_slots, lane_keys, strict=True):
-        assert slot < 0 or key == np.bitwise_xor.reduce(marks[cells[slot].numpy()])
+    lane_slots, lane_keys = tables["lane_slots"].numpy(), tables["lane_keys"].numpy()
+    by_lane = packed_by_lane(cells.numpy())
+    assert np.array_equal(tables["lane_patterns"].numpy(), by_lane.view(np.int32))
+    assert np.array_equal(lane_keys[lane_slots >= 0], hashed_by_lane(by_lane)[lane_slots[lane_slots >= 0]])
     listed = set(slots.tolist())
     assert set(lane_slots.tolist()) == listed
     for p in range(len(cells)):

@@ -4,7 +4,7 @@ What is here runs inside a kernel and gives what :func:`sepc_torch.rules.resolve
 the cells and without asking the host anything. A row is taken by one thread, if there are rows enough to keep a chip
 busy, or by 32 ``lanes`` or more that share its ellipsoids. One pass over the distances finds which ellipsoids hold the
 row, the nearest, and the nearest of another class; the rest is looked up (:mod:`sepc_torch.kernels.tables`). Few rows
-need more and are taken one after another, by all threads of a program together (:mod:`sepc_torch.kernels.counting`):
+need more and are taken one after another, by all threads of a program together (:mod:`sepc_torch.kernels.majority`):
 those with a pattern that no training point has, or with a tie between classes, and those that are equally near to
 several ellipsoids.
 """
@@ -14,7 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sepc_torch.kernels.counting import MOST_CLASSES, majority
+from sepc_torch.kernels.counting import MOST_CLASSES, members_ahead, nothing_ahead
+from sepc_torch.kernels.lanes import (
+    hashed_by_lane,
+    held_and_near,
+    held_places,
+    nearest_by_lane,
+    numbers_of,
+    same_by_lane,
+    some_finite,
+)
 from sepc_torch.kernels.lookup import (
     CODES,
     COUNTS,
@@ -26,17 +35,16 @@ from sepc_torch.kernels.lookup import (
     TRUSTS,
     VERDICTS,
     any_row,
+    bits_of,
+    cells_at,
     expanded,
     hashed,
-    hashed_by_lane,
     least_of,
     likely_cell,
     lowest_place,
     most_of,
-    ordered,
     place,
     reached,
-    same_by_lane,
     same_pattern,
     same_word,
     section,
@@ -44,13 +52,13 @@ from sepc_torch.kernels.lookup import (
     sum_of,
     trust,
 )  # fmt: skip
+from sepc_torch.kernels.majority import LARGEST, LARGEST_DOUBLE, majority
 from sepc_torch.kernels.nearest import (
     margin_of,
     nearest_of_lanes,
-    other_class_after,
     own_distance,
-    two_least,
     two_nearest,
+    word_by_word,
 )
 from sepc_torch.rules import NEAREST_TIE, Rule
 
@@ -89,17 +97,17 @@ def _of(here, x):
 
 @triton.jit
 def decide(
-    distance, nearness, given, tables, head, lane_codes, lane_marks, ahead, ints, floats, begin, rows, stride,
+    distance, nearness, given, tables, head, lane_codes, ahead, ints, floats, begin, rows, stride,
     ellipsoids, classes,
     euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr, by_row: tl.constexpr,
     tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
-    class_chunk: tl.constexpr, class_words: tl.constexpr, digits: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr, heavy: tl.constexpr, digits: tl.constexpr,
 ):  # fmt: skip
     """Decide for the rows of a tile, from ``begin`` on, into columns of results ``stride`` apart.
 
     After the distances there is room for the patterns. What is of a row is a number of a tile or, in a tile of one row,
     a scalar, and what is of a lane is a number of its lanes. For one row what does not depend on it is read beforehand:
-    ``head``, the classes and the marks of the ellipsoids that lanes have, and what counting needs.
+    ``head``, the classes of the ellipsoids that lanes have, and what counting needs.
     """
     one: tl.constexpr = tile == 1
     number_type: tl.constexpr = distance.dtype.element_ty
@@ -107,12 +115,9 @@ def decide(
     kind: tl.constexpr = tl.float64 if double else tl.float32
     askers: tl.constexpr = 32 if one else 1
     searchers: tl.constexpr = 128 if one else 1
-    threads: tl.constexpr = lanes if one else tile
     if one:
-        lane = tl.arange(0, lanes)
         row, live = begin, tl.full([], True, tl.int1)
     else:
-        lane = 0
         t = tl.arange(0, tile)
         row = begin + t
         live = row < rows
@@ -122,52 +127,27 @@ def decide(
     zero = row * 0
 
     # Membership as bits, the nearest and the second nearest, and the nearest of another class than the nearest's.
-    unset = tl.full([threads], float("inf"), number_type)
-    none = tl.zeros([threads], tl.int32)
-    least, second, where, least_class = unset, unset, none, none
-    other, other_class = unset, none
-    least_near, second_near, where_near = unset, unset, none
-    finite = none
-    held_by = zero
-    # A word at a time, or as many words as there are lanes for. If these are the ``whole`` pattern, it is not stored;
-    # the lanes of one row have all its ellipsoids then, and keep what they know of them.
-    span: tl.constexpr = lanes if one else 32
-    words: tl.constexpr = span // 32
-    word = tl.zeros([words if one else tile], tl.int32)
+    # Lanes of one row may have all its ellipsoids, and keep what they know of them.
     kept: tl.constexpr = whole and one
+    unstored: tl.constexpr = whole and not one
     # If all classes are counted at once, the counts of a line are asked for with the rest of it.
     at_once: tl.constexpr = one and class_chunk < MOST_CLASSES
-    unstored: tl.constexpr = whole and not one
-    near, held = unset, none + NONE
-    for begin_word in tl.range(0, 1 if whole else width, words, loop_unroll_factor=2 if one else 1):
-        w = begin_word + tl.arange(0, words) if one else begin_word
-        word = tl.zeros([words if one else tile], tl.int32)
-        for bits in range(0, 1 if once else tl.minimum(span, ellipsoids - begin_word * 32), lanes * unroll):
-            for u in tl.static_range(unroll):
-                k = begin_word * 32 + bits + u * lanes + lane
-                at = place(k, row, ellipsoids, rows, by_row)
-                wanted = live & (k < ellipsoids)
-                d = tl.load(distance + at, mask=wanted, other=float("inf"))
-                c = lane_codes if kept else tl.load(codes + k, mask=k < ellipsoids, other=0)
-                finite |= (d < float("inf")).to(tl.int32)
-                if not kept:
-                    bit = (d <= LIMIT).to(tl.int32) << (k & 31)
-                    word |= tl.sum(tl.reshape(bit, [words, lanes // words]), axis=1) if one else bit
-                x = ordered(d)
-                other, other_class, least_class = other_class_after(x, c, least, least_class, other, other_class)
-                least, where, second = two_least(x, k, least, where, second)
-                if kept:
-                    near, held = x, tl.where(d <= LIMIT, k, NONE)
-                if euclidean:
-                    n = ordered(tl.load(nearness + at, mask=wanted, other=float("inf")))
-                    least_near, where_near, second_near = two_least(n, k, least_near, where_near, second_near)
-        if not whole:
-            tl.store(pattern + place(w, row, width, rows, by_row), word, mask=live & (w < width))
-        # A word with several bits counts for two.
-        if not kept:
-            held_by += sum_of((word != 0).to(tl.int32) + ((word & (word - 1)) != 0).to(tl.int32), one)
+    found = None
     if kept:
-        held_by = tl.sum((held < NONE).to(tl.int32), axis=0)
+        found = numbers_of(distance, row, ellipsoids, rows, by_row, lanes, unroll)
+        least, where, second, least_class, other, other_class, word = held_and_near(found, lane_codes, lanes, unroll)
+        held_by = tl.sum(bits_of(word), axis=0)
+        if euclidean:
+            found_near = numbers_of(nearness, row, ellipsoids, rows, by_row, lanes, unroll)
+            least_near, where_near, second_near = nearest_by_lane(found_near, lanes, unroll)
+    else:
+        (
+            least, where, second, least_class, other, other_class, word, held_by, finite,
+            least_near, where_near, second_near,
+        ) = word_by_word(
+            distance, nearness, codes, pattern, row, rows, live, ellipsoids,
+            euclidean, by_row, tile, lanes, unroll, once, whole,
+        )  # fmt: skip
     best, nearest, next_best, best_class, next_distance, next_class = nearest_of_lanes(
         least, where, second, least_class, other, other_class, one
     )
@@ -185,6 +165,17 @@ def decide(
     alone = (second_outside > least_outside * _TIED) | (ellipsoids == 1)
     lonely = outside & alone & live
     tied = outside & ~alone & live & ~bad
+    # What to look up depends on the pattern alone, where lanes have it. Several warps then also ask for what they count
+    # if they look it up in vain.
+    early = None
+    near_by = None
+    if kept:
+        key = hashed_by_lane(word)
+        near_by = cells_at(tables, head, key, 0, several, one, kept)
+        if ahead is not None and lanes > 32:
+            early = nothing_ahead(ahead, word)
+            if several:
+                early = members_ahead(ahead, word)
     # Rows that need more than one line of a table. Of the others the label is that of the nearest.
     if once and lanes * unroll == 1:
         some_unusual: tl.constexpr = False  # a single ellipsoid
@@ -198,13 +189,12 @@ def decide(
     # A line of the tables, for rows in one ellipsoid and in a pattern that is known.
     cell = zero - 1
     if some_unusual:
-        key = zero.to(tl.int64)
         first = zero + NONE
-        if kept:
-            key = hashed_by_lane(lane_marks, held)
-        elif whole:
+        if not kept:
+            key = zero.to(tl.int64)
+        if unstored:
             key, first = _identified(word, zero, key, first, one)
-        else:
+        elif not kept:
             tl.debug_barrier()  # patterns that other threads stored are read from here on
             for begin_word in range(0, width, askers):
                 w = begin_word + (tl.arange(0, askers) if one else zero)
@@ -213,28 +203,41 @@ def decide(
                 key, first = _identified(own_words, w, key, first, one)
         # Some distances are no numbers: then the nearest need not be what holds the row.
         if any_row(best == float("-inf"), one):
-            bad |= (best == float("-inf")) & (most_of(finite, one) == 0)
+            if kept:
+                bad |= ~some_finite(found, unroll)
+                first = tl.min(held_places(word), axis=0)
+            else:
+                bad |= (best == float("-inf")) & (most_of(finite, one) == 0)
             tied &= ~bad
-            holder = tl.where(single, tl.min(held, axis=0) if kept else first, holder)
-        cell = likely_cell(tables, head, key, several, one, kept)
+            holder = tl.where(single, first, holder)
+        if kept:
+            cell = likely_cell(tables, head, near_by, key, several, one, kept)
+        else:
+            near = cells_at(tables, head, key, 0, several, one, kept)
+            cell = likely_cell(tables, head, near, key, several, one, kept)
     listed = single | (cell >= 0)
     line = tl.where(single, holder, tl.where(listed, ellipsoids + cell, 0))
-    verdict = tl.load(section(tables, head, VERDICTS) + line)
-    vouched = tl.load(section_of(tables, head, TRUSTS, tl.float64) + line)
+    verdict, vouched = zero, zero.to(tl.float64)
     line_counts = None
     if at_once:
-        group = tl.arange(0, class_chunk)
+        group = tl.arange(0, MOST_CLASSES)
         line_counts = group * 0
-    if some_unusual:
-        if at_once:
-            line_counts = tl.load(section(tables, head, COUNTS) + line * classes + group, mask=group < classes, other=0)
-        if kept:
-            same = same_by_lane(tables, head, held, cell, ellipsoids)
-        elif whole:
-            same = same_word(tables, head, word, cell)
-        else:
-            same = same_pattern(tables, head, pattern, row, rows, cell, width, by_row, one)
-        listed = single | same
+    some_listed = listed if one else True
+    some_cell = cell >= 0 if one else some_unusual
+    if some_listed:
+        verdict = tl.load(section(tables, head, VERDICTS) + line)
+        vouched = tl.load(section_of(tables, head, TRUSTS, tl.float64) + line)
+        if some_cell:
+            if at_once:
+                in_line = section(tables, head, COUNTS) + line * classes + group
+                line_counts = tl.load(in_line, mask=group < classes, other=0)
+            if kept:
+                same = same_by_lane(tables, head, word, cell, unroll * lanes // 32)
+            elif whole:
+                same = same_word(tables, head, word, cell)
+            else:
+                same = same_pattern(tables, head, pattern, row, rows, cell, width, by_row, one)
+            listed = single | same
     label = tl.where(listed, verdict >> 2, nearest_class)
     by_all = (verdict & 1) == 1
     torn = listed & ((verdict & 2) != 0)
@@ -254,7 +257,8 @@ def decide(
         products = tl.load(section_of(tables, head, SUMS, tl.int64) + line, mask=listed, other=0)
 
     # Outside: the nearest, expanded. Of many rows some are.
-    if not one or lonely:
+    some_lonely = lonely if one else True
+    if some_lonely:
         bound = nearest_distance * LIMIT
         reach_trust, reach_products = expanded(
             tables, head, nearest, label, bound, lonely, classes, judging, merged, kind, searchers
@@ -267,14 +271,15 @@ def decide(
     # What has no line, and ties, one row after another.
     own = tl.where(label == best_class, best, next_distance)
     if some_unusual:
+        tie_class = tl.where(best < (LARGEST_DOUBLE if number_type == tl.float64 else LARGEST), best_class, -1)
         apart = (several & ~listed) | tied
         if one:
             if apart:
                 label, vouched, by_all, its_products, judged_number = majority(
-                    tables, head, ahead, distance, nearness, pattern, held, held_by, near, lane_codes, row, rows, tied,
-                    least_outside * _TIED, tl.where(torn, line, -1), line_counts, best_class,
+                    tables, head, ahead, early, distance, nearness, pattern, word, found, lane_codes, row, rows, tied,
+                    least_outside * _TIED, tl.where(torn, line, -1), line_counts, tie_class,
                     theirs if judging else 0, ellipsoids, classes,
-                    judging, kind, by_row, kept, class_chunk, class_words, digits,
+                    judging, kind, by_row, kept, unroll, class_chunk, class_words, heavy, digits,
                 )  # fmt: skip
                 if judging:
                     their_number, products = judged_number, its_products
@@ -287,11 +292,11 @@ def decide(
                 at = tl.min(tl.where(apart, t, tile), axis=0)
                 here = t == at
                 its_label, its_trust, its_by_all, its_products, judged_number = majority(
-                    tables, head, ahead, distance, nearness, pattern, held, held_by, near, lane_codes, begin + at, rows,
+                    tables, head, ahead, early, distance, nearness, pattern, word, found, lane_codes, begin + at, rows,
                     any_row(tied & here, one), _of(here, least_outside) * _TIED,
-                    tl.max(tl.where(here & torn, line, -1), axis=0), line_counts, _of(here, best_class),
+                    tl.max(tl.where(here & torn, line, -1), axis=0), line_counts, _of(here, tie_class),
                     _of(here, theirs) if judging else 0, ellipsoids, classes,
-                    judging, kind, by_row, kept, class_chunk, class_words, digits,
+                    judging, kind, by_row, kept, unroll, class_chunk, class_words, heavy, digits,
                 )  # fmt: skip
                 label = tl.where(here, its_label, label)
                 vouched = tl.where(here, its_trust, vouched)
@@ -302,8 +307,8 @@ def decide(
                 apart = apart & ~here
                 left -= 1
         own = own_distance(
-            tables, head, distance, near, lane_codes, row, rows, label, best, best_class, next_distance, next_class,
-            live, ellipsoids, by_row, kept, one,
+            tables, head, distance, found, lane_codes, row, rows, label, best, best_class, next_distance, next_class,
+            live, ellipsoids, by_row, kept, one, unroll,
         )  # fmt: skip
 
     rule = tl.where(outside, _OUTSIDE, tl.where(held_by == 1, _SINGLE, tl.where(by_all, _OVERLAP, _UNION)))
@@ -318,8 +323,8 @@ def decide(
     tl.store(floats + 2 * stride + row, margin, mask=live)
     if judging:
         own = own_distance(
-            tables, head, distance, near, lane_codes, row, rows, theirs, best, best_class, next_distance, next_class,
-            live, ellipsoids, by_row, kept, one,
+            tables, head, distance, found, lane_codes, row, rows, theirs, best, best_class, next_distance, next_class,
+            live, ellipsoids, by_row, kept, one, unroll,
         )  # fmt: skip
         margin, runner_up = margin_of(theirs, own, best, best_class, next_distance, next_class, tiny)
         vouched = trust(their_number, tl.load(section(tables, head, TOTALS) + theirs, mask=live, other=0), products)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels.tables import GUIDE as GUIDE_NUMBERS
-from sepc_torch.kernels.tables import LOW_DIGITS, MULTIPLIER, SECTIONS, SIZES
+from sepc_torch.kernels.tables import LANE_MIX, LANE_STEP, LOW_DIGITS, MULTIPLIER, SECTIONS, SIZES
 from sepc_torch.kernels.tables import PAGE as PAGE_WORDS
 from sepc_torch.rules import NEAREST_TIE, Rule
 
@@ -23,7 +23,8 @@ NONE = tl.constexpr(2**31 - 1)
 # by their source alone, and would run an old one with a new layout; so kernels take this as an argument that they do
 # not use.
 _GLOBALS = (
-    SIZES, SECTIONS, PAGE_WORDS, GUIDE_NUMBERS, LOW_DIGITS, MULTIPLIER, SURFACE_TOLERANCE, NEAREST_TIE, [*Rule],
+    SIZES, SECTIONS, PAGE_WORDS, GUIDE_NUMBERS, LOW_DIGITS, MULTIPLIER, LANE_STEP, LANE_MIX,
+    SURFACE_TOLERANCE, NEAREST_TIE, [*Rule],
 )  # fmt: skip
 LAYOUT = zlib.crc32(repr(_GLOBALS).encode())
 
@@ -35,12 +36,12 @@ def _at(name: str) -> tl.constexpr:
 
 ELLIPSOIDS, CLASSES, _SIZE = _at("ellipsoids"), _at("classes"), _at("size")
 MOST_WORDS, DIGITS, _SLOT_MASK, _PROBES = _at("most_words"), _at("digits"), _at("slot_mask"), _at("probes")
-CODES, MARKS, ORDER = _at("codes"), _at("marks"), _at("order")
+CODES, ORDER = _at("codes"), _at("order")
 STARTS, TOTALS = _at("starts"), _at("totals")
 VERDICTS, TRUSTS, COUNTS, SUMS = _at("verdicts"), _at("trusts"), _at("counts"), _at("sums")
 _PATTERNS, _KEYS, _SLOTS = _at("patterns"), _at("keys"), _at("slots")
-_LANE_KEYS, _LANE_SLOTS = _at("lane_keys"), _at("lane_slots")
-_LANE_SLOT_MASK, _LANE_PROBES = _at("lane_slot_mask"), _at("lane_probes")
+LANE_PATTERNS, _LANE_KEYS, _LANE_SLOTS = _at("lane_patterns"), _at("lane_keys"), _at("lane_slots")
+_LANE_SLOT_MASK = _at("lane_slot_mask")
 MEMBERS, ENTRY_STARTS, NUMBERS = _at("members"), _at("entry_starts"), _at("numbers")
 _REACH, _RANKS = _at("reach"), _at("ranks")
 _GUIDES, _MERGED, _MERGED_TRUSTS, _MERGED_SUMS = (
@@ -103,7 +104,10 @@ def section_of(tables, head, name: tl.constexpr, kind: tl.constexpr):
 @triton.jit
 def least_of(x, one: tl.constexpr):
     """The least that the lanes of a row have."""
-    return tl.min(x, axis=0) if one else x
+    if one:
+        return tl.min(x if len(x.shape) == 1 else tl.min(x, axis=0), axis=0)
+    else:
+        return x
 
 
 @triton.jit
@@ -309,25 +313,29 @@ def expanded(
 
 
 @triton.jit
-def likely_cell(tables, head, key, several, one: tl.constexpr, by_lane: tl.constexpr):
-    """The cell with the same hash as each row that lies in several ellipsoids, or -1."""
-    lanes: tl.constexpr = 32 if one else 1
-    lane = tl.arange(0, lanes) if one else 0
-    slots = section(tables, head, _LANE_SLOTS if by_lane else _SLOTS)
-    keys = section_of(tables, head, _LANE_KEYS if by_lane else _KEYS, tl.int32 if by_lane else tl.int64)
-    slot_mask = size_of(tables, head, _LANE_SLOT_MASK if by_lane else _SLOT_MASK)
-    cell = _cell_at(slots, keys, (key + lane) & slot_mask, key, several)
-    for probe in range(lanes, size_of(tables, head, _LANE_PROBES if by_lane else _PROBES), lanes):
-        cell = tl.maximum(cell, _cell_at(slots, keys, (key + probe + lane) & slot_mask, key, several))
-    return most_of(cell, one)
+def cells_at(tables, head, key, probe, several, one: tl.constexpr, by_lane: tl.constexpr):
+    """The cells so far from where those with this hash belong, and their hashes, for rows in several ellipsoids.
+
+    The lanes of one row take as many as they are.
+    """
+    kind: tl.constexpr = tl.int32 if by_lane else tl.int64
+    probe += tl.arange(0, 32) if one else 0
+    at = (key + probe) & size_of(tables, head, _LANE_SLOT_MASK if by_lane else _SLOT_MASK)
+    cells = tl.load(section(tables, head, _LANE_SLOTS if by_lane else _SLOTS) + at, mask=several, other=-1)
+    keys = section_of(tables, head, _LANE_KEYS if by_lane else _KEYS, kind)
+    return cells, tl.load(keys + at, mask=several, other=0)
 
 
 @triton.jit
-def _cell_at(slots, keys, at, key, several):
-    """The cell at places of the hash table, if it has the same hash, or -1."""
-    found = tl.load(slots + at, mask=several, other=-1)
-    known = tl.load(keys + at, mask=several, other=0)
-    return tl.where(known == key, found, -1)
+def likely_cell(tables, head, first, key, several, one: tl.constexpr, by_lane: tl.constexpr):
+    """The cell with the same hash as each row that lies in several ellipsoids, or -1; ``first`` are those near by."""
+    lanes: tl.constexpr = 32 if one else 1
+    cell = tl.where(first[1] == key, first[0], -1)
+    if not by_lane:
+        for probe in range(lanes, size_of(tables, head, _PROBES), lanes):
+            cells, keys = cells_at(tables, head, key, probe, several, one, by_lane)
+            cell = tl.maximum(cell, tl.where(keys == key, cells, -1))
+    return most_of(cell, one)
 
 
 @triton.jit
@@ -351,19 +359,3 @@ def same_word(tables, head, word, cell):
     """The same for patterns of one word."""
     seen = tl.load(section(tables, head, _PATTERNS) + cell, mask=cell >= 0, other=0)
     return (cell >= 0) & (seen == word)
-
-
-@triton.jit
-def hashed_by_lane(marks, held):
-    """The hash of the pattern of one row, whose ellipsoids lanes have, with their marks; NONE where they have none."""
-    return tl.reduce(tl.where(held < NONE, marks, 0), 0, _xor)
-
-
-@triton.jit
-def same_by_lane(tables, head, held, cell, ellipsoids):
-    """Whether that pattern is that of a cell, if there is one."""
-    k = tl.arange(0, held.shape[0])
-    words = section(tables, head, _PATTERNS) + cell * ((ellipsoids + 31) // 32)
-    seen = tl.load(words + (k >> 5), mask=(cell >= 0) & (k < ellipsoids), other=0)
-    differ = ((seen >> (k & 31)) & 1) ^ (held < NONE).to(tl.int32)
-    return (cell >= 0) & (any_of(differ, True) == 0)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sepc_torch.kernels.counting import entries_ahead
 from sepc_torch.kernels.deciding import decide
+from sepc_torch.kernels.lanes import codes_ahead
 from sepc_torch.kernels.launching import Launcher, aligned, int_kind
-from sepc_torch.kernels.lookup import CLASSES, CODES, ELLIPSOIDS, LAYOUT, MARKS, bring_near, words_ahead
+from sepc_torch.kernels.lookup import CLASSES, ELLIPSOIDS, LAYOUT, bring_near, words_ahead
 from sepc_torch.kernels.overlapping import overlaps, wait_for_previous
 from sepc_torch.kernels.splitting import power_of_two
 from sepc_torch.kernels.tables import LOW_DIGITS, WORD, RuleTables
@@ -51,7 +52,7 @@ def _resolve(
     distance, nearness, given, tables, ints, floats, rows, stride, pages,
     euclidean: tl.constexpr, judging: tl.constexpr, merged: tl.constexpr, double: tl.constexpr, by_row: tl.constexpr,
     tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr, once: tl.constexpr, whole: tl.constexpr,
-    class_chunk: tl.constexpr, class_words: tl.constexpr, heavy_words: tl.constexpr, digits: tl.constexpr,
+    class_chunk: tl.constexpr, class_words: tl.constexpr, heavy: tl.constexpr, digits: tl.constexpr,
     overlap: tl.constexpr, _layout: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * tile
@@ -60,9 +61,9 @@ def _resolve(
             wait_for_previous()
         ellipsoids, classes = tl.load(tables + ELLIPSOIDS), tl.load(tables + CLASSES)
         decide(
-            distance, nearness, given, tables, None, None, None, None, ints, floats, begin, rows, stride, ellipsoids,
+            distance, nearness, given, tables, None, None, None, ints, floats, begin, rows, stride, ellipsoids,
             classes, euclidean, judging, merged, double, by_row, tile, lanes, unroll, once, whole, class_chunk,
-            class_words, digits,
+            class_words, heavy, digits,
         )  # fmt: skip
     else:
         # A row waits for every access. What can be is read before its distances are there; some programs do no more.
@@ -70,19 +71,19 @@ def _resolve(
             bring_near(tables, pages, _PAGES)
         head = words_ahead(tables)
         ellipsoids, classes = head[ELLIPSOIDS], head[CLASSES]
-        lane = tl.arange(0, lanes)
-        codes = tl.load(tables + head[CODES] + lane, mask=lane < ellipsoids, other=0)
-        marks = tl.load(tables + head[MARKS] + lane, mask=lane < ellipsoids, other=0)
+        codes = None
+        if whole:
+            codes = codes_ahead(tables, head, ellipsoids, lanes, unroll)
         ahead = None
         if digits > 0:
-            ahead = entries_ahead(tables, head, classes, class_chunk, class_words, heavy_words, digits)
+            ahead = entries_ahead(tables, head, classes, class_chunk, class_words, heavy, digits)
         if begin < rows:
             if overlap:
                 wait_for_previous()
             decide(
-                distance, nearness, given, tables, head, codes, marks, ahead, ints, floats,
+                distance, nearness, given, tables, head, codes, ahead, ints, floats,
                 begin, rows, stride, ellipsoids, classes, euclidean, judging, merged, double, by_row, tile, lanes,
-                unroll, once, whole, class_chunk, class_words, digits,
+                unroll, once, whole, class_chunk, class_words, heavy, digits,
             )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ class _Shape(NamedTuple):
     whole: bool
     class_chunk: int
     class_words: int
-    heavy_words: int
+    heavy: int
     digits: int
     warps: int
 
@@ -185,11 +186,14 @@ def _program_shape(
     lanes = max(WORD, min(power_of_two(ellipsoids), _MANY_LANES if rows > _FEW_ROWS else _MOST_LANES))
     warps = 1 if ellipsoids <= _FEW_ELLIPSOIDS or rows > _FEW_ROWS else 4
     words = min(_MOST_ENTRY_WORDS * warps // chunk, power_of_two(most_words))
-    heavy = power_of_two(max(1, heavy_words))
-    # What every thread reads beforehand must fit into its registers.
-    numbers = chunk * (min(digits, LOW_DIGITS) * words + max(0, digits - LOW_DIGITS) * heavy)
+    # High digits take tiles like those of the low ones. What every thread reads beforehand must fit into its registers.
+    heavy = -(-heavy_words * max(0, digits - LOW_DIGITS) // words)
+    numbers = chunk * words * (min(digits, LOW_DIGITS) + heavy)
     whole = ellipsoids <= lanes
+    unroll = 1
+    if whole:
+        unroll, lanes = max(1, lanes // (WORD * warps)), WORD * warps
     fits = classes <= chunk and most_words <= words and numbers <= _AHEAD_NUMBERS * warps
     if not (whole and fits and better_by_row(ellipsoids, rows)):
         heavy = digits = 0
-    return _Shape(1, lanes, 1, True, whole, chunk, words, heavy, digits, warps)
+    return _Shape(1, lanes, unroll, True, whole, chunk, words, heavy, digits, warps)

@@ -26,6 +26,9 @@ WORD = 32
 _LOW = np.int64(2**WORD - 1)
 # An odd number below 2^63 with its bits well mixed; the kernel multiplies by the same.
 MULTIPLIER = 0x2545F4914F6CDD1D
+# The same for 32 bits: how far lanes are apart, and by how much to shift and to multiply, in turns.
+LANE_STEP = 0x9E3779B9
+LANE_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
 # Slots for each pattern: with so many free, few patterns need a second look.
 _ROOM = 4
 # Entries of the merged distances, of 20 or 24 bytes: above, a kernel searches the classes one after another.
@@ -43,12 +46,12 @@ GUIDE = 256
 
 # What a table of words begins with: sizes, and where its sections begin.
 SIZES = (
-    "ellipsoids", "classes", "most_words", "digits", "size", "slot_mask", "probes", "lane_slot_mask", "lane_probes",
+    "ellipsoids", "classes", "most_words", "digits", "size", "slot_mask", "probes", "lane_slot_mask",
 )  # fmt: skip
 SECTIONS = (
-    "codes", "marks", "order", "starts", "totals", "entry_starts", "numbers", "lane_slots", "lane_keys", "verdicts",
-    "trusts", "patterns", "counts", "members", "guide", "merged", "merged_trusts", "slots", "keys", "sums", "reach",
-    "ranks", "merged_sums",
+    "codes", "order", "starts", "totals", "entry_starts", "numbers", "lane_slots", "lane_keys", "verdicts", "trusts",
+    "lane_patterns", "counts", "members", "guide", "merged", "merged_trusts", "patterns", "slots", "keys", "sums",
+    "reach", "ranks", "merged_sums",
 )  # fmt: skip
 
 
@@ -116,8 +119,9 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``patterns`` (P, W): the cells as words of bits, one for every ellipsoid;
     - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, or -1 where there
       is none, and its hash;
-    - ``marks`` (K,), ``lane_slots``, ``lane_keys``: the same for a hash of 32 bits that lanes make which have an
-      ellipsoid each, from the marks of those that hold a row;
+    - ``lane_patterns`` (P, 32), ``lane_slots``, ``lane_keys``: the same for 32 lanes that share a row, where their
+      words have room for all ellipsoids (:func:`packed_by_lane`); hashes are of 32 bits, and a cell that the lanes do
+      not find at first sight is left out, as if no training point had its pattern;
     - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
     - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
       digits of the numbers of points that they stand for, the lowest first;
@@ -140,7 +144,8 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     codes = training.codes[order]
     cells = training.cells[:, order].cpu().numpy()
     words = packed(cells)
-    keys, lane_keys = hashed(words), hashed_by_lane(cells)
+    lane_words = packed_by_lane(cells)
+    keys, lane_keys = hashed(words), hashed_by_lane(lane_words)
 
     in_all, in_any = ops.region_counts(training.cells, training.cells, training.counts)
     by_all = decided(in_all)
@@ -148,7 +153,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     # Points in fewer than two ellipsoids are judged without their cell.
     shared = np.flatnonzero(cells.sum(axis=1) > 1)
     slots, probes = hash_table(keys, shared)
-    lane_slots, lane_probes = hash_table(lane_keys, shared)
+    lane_slots, _ = hash_table(lane_keys, shared[: len(lane_keys)], most=WORD)
     counts = torch.cat([training.held[order], in_region])
     label = torch.cat([codes, in_region.argmax(dim=1)])
     narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
@@ -164,18 +169,17 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
         "slot_mask": len(slots) - 1,
         "probes": probes,
         "lane_slot_mask": len(lane_slots) - 1,
-        "lane_probes": lane_probes,
     }
     sections = {
         "codes": codes.int(),
-        "marks": torch.from_numpy(marks(len(codes))).to(device),
         "order": order.int(),
         "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
         "totals": totals.int(),
         "patterns": torch.from_numpy(words).to(device),
-        "keys": torch.from_numpy(np.where(slots >= 0, keys[slots], 0)).to(device),
+        "keys": torch.from_numpy(_keys_at(slots, keys)).to(device),
         "slots": torch.from_numpy(slots).to(device),
-        "lane_keys": torch.from_numpy(np.where(lane_slots >= 0, lane_keys[lane_slots], 0)).to(device),
+        "lane_patterns": torch.from_numpy(lane_words.view(np.int32)).to(device),
+        "lane_keys": torch.from_numpy(_keys_at(lane_slots, lane_keys)).to(device),
         "lane_slots": torch.from_numpy(lane_slots).to(device),
         "entry_starts": torch.from_numpy(entry_starts).to(device),
         "numbers": torch.from_numpy(numbers).to(device),
@@ -233,11 +237,11 @@ def _words(training: TrainingCounts) -> int:
     ellipsoids, classes, size = training.reach.shape
     cells, distances, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
     merged = (wide + 4) * distances + (4 + wide * GUIDE) * ellipsoids if distances <= _MOST_MERGED else 0
-    patterns = (ellipsoids // WORD + 1) * cells
+    patterns = (ellipsoids // WORD + 1 + lane_bits(ellipsoids)) * cells
     of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())
     counts = classes * (cells + ellipsoids + size + 4) + 2
-    # Codes, marks, order, verdicts, trusts, sums; keys and slots twice, at most eight to a cell; the header, the gaps.
-    others = 8 * ellipsoids + 45 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
+    # Codes, order, verdicts, trusts, sums; keys and slots twice, at most eight to a cell; the header, the gaps.
+    others = 7 * ellipsoids + 45 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
     return wide * distances + merged + patterns + of_entries + counts + others + PAGE
 
 
@@ -294,17 +298,40 @@ def hashed(words: Int[Array, "P W"]) -> Int[Array, "P"]:
         return np.where(words != 0, _mixed(value), 0).sum(axis=1)
 
 
-def hashed_by_lane(cells: Bool[Array, "P K"]) -> Int[Array, "P"]:
-    """Another hash, of 32 bits: the marks of a row's ellipsoids, exclusive or."""
-    keys = np.zeros(len(cells), dtype=np.int32)
-    for held, mark in zip(cells.T, marks(cells.shape[1]), strict=True):
-        keys[held] ^= mark
-    return keys
+def packed_by_lane(cells: Bool[Array, "P K"]) -> Int[Array, "P 32"]:
+    """The same for lanes that take every 32nd column: bit i of the word of lane w is column 32 i + w.
+
+    Words have as few bits as will do, and there are none for more columns than 32 words of 32 bits have room for.
+
+    >>> packed_by_lane(np.array([[True] + 31 * [False] + [True]]))[0, :2].tolist()
+    [3, 0]
+    """
+    count, width = cells.shape
+    bits = lane_bits(width)
+    if bits == 0:
+        return np.zeros((0, WORD), dtype=np.int32)
+    room = np.zeros((count, bits * WORD), dtype=bool)
+    room[:, :width] = cells
+    by_lane = room.reshape(count, bits, WORD).transpose(0, 2, 1)
+    return np.packbits(by_lane, axis=2, bitorder="little").view(f"<i{bits // 8}")[:, :, 0]
 
 
-def marks(count: int) -> Int[Array, "K"]:
-    """A number for every ellipsoid, with its bits mixed."""
-    return (_mixed(np.arange(1, count + 1, dtype=np.int64)) & _LOW).astype(np.uint32).view(np.int32)
+def lane_bits(ellipsoids: int) -> int:
+    """Bits of the word of a lane, of 32 that share so many ellipsoids; none, if there are too many.
+
+    >>> lane_bits(1), lane_bits(256), lane_bits(257), lane_bits(1024), lane_bits(1025)
+    (8, 8, 16, 32, 0)
+    """
+    return next((bits for bits in (8, 16, 32) if ellipsoids <= WORD * bits), 0)
+
+
+def hashed_by_lane(words: Int[Array, "P 32"]) -> Int[Array, "P"]:
+    """Another hash, of 32 bits: the words of lanes, each mixed with its lane, exclusive or."""
+    value = words.view(f"u{words.itemsize}").astype(np.uint32) + np.arange(WORD, dtype=np.uint32) * np.uint32(LANE_STEP)
+    for shift, factor in LANE_MIX:
+        value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
+    value ^= value >> np.uint32(LANE_MIX[0][0])
+    return np.bitwise_xor.reduce(value, axis=1).view(np.int32)
 
 
 def _mixed(value: Int[Array, "..."]) -> Int[Array, "..."]:
@@ -316,14 +343,19 @@ def _mixed(value: Int[Array, "..."]) -> Int[Array, "..."]:
     return value
 
 
-def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
-    """A table with the rows at the places of their keys, and how far a search has to look."""
+def hash_table(
+    keys: Int[Array, "P"], rows: Int[Array, "n"], *, most: int | None = None
+) -> tuple[Int[Array, "S"], int]:  # fmt: skip
+    """A table with the rows at the places of their keys, and how far a search has to look.
+
+    Rows that would be found only farther than at ``most`` places are left out.
+    """
     size = 1 << (max(_ROOM * len(rows), 2) - 1).bit_length()
     slots = np.full(size, -1, dtype=np.int32)
     place = keys & (size - 1)
     probes = 1
     # All rows that still look for a place try the same distance from their first choice; one of each place gets it.
-    for distance in range(size):
+    for distance in range(size if most is None else min(size, most)):
         if len(rows) == 0:
             break
         probes = distance + 1
@@ -333,3 +365,11 @@ def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array,
         slots[wanted[first]] = rows[first]
         rows = np.delete(rows, first)
     return slots, probes
+
+
+def _keys_at(slots: Int[Array, "S"], keys: Int[Array, "P"]) -> Int[Array, "S"]:
+    """The keys of the rows at the places of a table, zero where there is none."""
+    taken = slots >= 0
+    found = np.zeros(len(slots), dtype=keys.dtype)
+    found[taken] = keys[slots[taken]]
+    return found
