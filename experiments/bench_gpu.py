@@ -2,8 +2,7 @@
 
 Claims: with float32's accuracy (relative error at most 1e-5 against float64) distances are at least 6 times faster than
 eager float32 and 3 times faster than torch.compile at 2^20 rows, 128 ellipsoids and 64 dims, and at no shape more than
-10 % slower than the plain operator; a whole forward takes at most 1.5 times as long as its distances (but for a single
-row that must be counted, not looked up, since no training point has its pattern, in 1000 ellipsoids), in memory that
+10 % slower than the plain operator; a whole forward takes at most 1.5 times as long as its distances, in memory that
 does not grow with the ellipsoids; the pass in low precision changes no decision and makes it at least twice as fast as
 with distances in three TF32 products.
 

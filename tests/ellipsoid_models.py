@@ -78,3 +78,13 @@ def points_for(rng: Rng, sepc: SEPC, rows: int, bad: bool = True) -> torch.Tenso
         if bad:
             points[2, 0] = torch.nan
     return points
+
+
+def distances_in_many(rng: Rng, count: int, rows: int) -> torch.Tensor:
+    """Distances of rows in two to twelve ellipsoids drawn at random, in every third row of such as one lane has."""
+    distance = 2 + rng.random((rows, count))
+    for row, of_row in enumerate(distance):
+        places = np.arange(rng.integers(min(32, count)), count, 32) if row % 3 == 0 else np.arange(count)
+        held = rng.permutation(places)[: rng.integers(2, 13)]
+        of_row[held] = rng.random(len(held))
+    return torch.from_numpy(distance).float()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton_interpreter  # noqa: F401 - before the first kernel
 from ellipsoid_banks import bank_of
-from ellipsoid_models import model_of, points_for
+from ellipsoid_models import distances_in_many, model_of, points_for
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.kernels import fused, judging, resolving, screening, tables
@@ -176,16 +176,11 @@ def odd_distances(rng: Rng) -> None:
 
 
 def patterns_of_many(rng: Rng) -> None:
-    """Rows in two to twelve ellipsoids that no training point shares, also in such as one lane has all of."""
+    """Rows in sets of ellipsoids that no training point has, of two to twelve."""
     for count, rows in ((40, 8), (300, 9), (1000, 2)):
         sepc = model_of(rng, count, 2, 4, held=2.0, points=300)
-        distance = torch.from_numpy(2 + rng.random((rows, count))).float()
-        for row in range(rows):
-            places = np.arange(rng.integers(32) % count, count, 32) if row % 3 == 0 else np.arange(count)
-            held = rng.permutation(places)[: rng.integers(2, 13)]
-            distance[row, held] = torch.from_numpy(rng.random(len(held))).float()
         given = torch.from_numpy(rng.integers(0, 4, rows))
-        by_kernel_and_by_torch(distance, sepc.training_counts, sepc.totals, given)
+        by_kernel_and_by_torch(distances_in_many(rng, count, rows), sepc.training_counts, sepc.totals, given)
 
 
 def known_patterns(rng: Rng) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ellipsoid_models import model_of, points_for
+from ellipsoid_models import distances_in_many, model_of, points_for
 from waiting_checks import waiting_is_an_error
 
 from sepc_torch import SEPC, Prediction
 from sepc_torch.kernels import judging
+from sepc_torch.kernels.tables import rule_tables
+from sepc_torch.rules import resolve
+from sepc_torch.verdict import verdict
 
 pytestmark = pytest.mark.gpu
 Rng = np.random.Generator
@@ -67,6 +70,23 @@ def test_decides_as_torch_does(rng: Rng, count: int, dim: int, classes: int, mix
         for field in Prediction._fields:
             assert torch.equal(getattr(alone, field).nan_to_num(), getattr(found[0], field).nan_to_num()), field
     assert sepc(z[:0]).label.shape == (0,)
+
+
+@pytest.mark.parametrize("count", [20, 100, 300, 1000, 1100])
+def test_counts_where_a_pattern_is_new(rng: Rng, count: int) -> None:
+    """In sets of ellipsoids that no training point has; by threads, by a warp to a row and by several."""
+    sepc = model_of(rng, count, 2, 5, points=1000, held=2.0).cuda()
+    training, totals = sepc.training_counts, sepc.totals
+    kernels = judging.Kernels(rule_tables(training, totals), None, None)
+    for rows in (1, 60, 300, 5000):
+        distance = distances_in_many(rng, count, rows).cuda()
+        found = resolve(distance, training)
+        wanted = verdict(distance, found, training, totals, found.label)
+        ints, floats = judging.decide(distance, None, None, kernels)
+        for ours, field in zip(ints, ("label", "rule", "nearest", "runner_up"), strict=True):
+            assert torch.equal(ours, getattr(wanted, field)), (rows, field)
+        for mine, field in zip(floats, ("trust", "distance", "margin"), strict=True):
+            assert torch.allclose(mine, getattr(wanted, field), rtol=1e-6, atol=0), (rows, field)
 
 
 @pytest.mark.parametrize("nearest", ["mahalanobis", "euclidean"])

@@ -38,11 +38,13 @@ def test_patterns_are_packed_bit_by_bit(rng: Rng) -> None:
     assert (((words[:, np.arange(70) // 32] >> (np.arange(70) % 32)) & 1) == cells).all()
 
 
+@pytest.mark.parametrize("count", [0, 1, 20])
 @pytest.mark.parametrize(("width", "bits"), [(3, 8), (256, 8), (300, 16), (700, 32), (1024, 32)])
-def test_lanes_take_every_32nd_ellipsoid(rng: Rng, width: int, bits: int) -> None:
-    cells = rng.random((20, width)) < 0.4
+def test_lanes_take_every_32nd_ellipsoid(rng: Rng, width: int, bits: int, count: int) -> None:
+    cells = rng.random((count, width)) < 0.4
     words = packed_by_lane(cells)
-    assert (words.shape, words.itemsize) == ((20, 32), bits // 8)
+    assert (words.shape, words.itemsize) == ((count, 32), bits // 8)
+    assert words.view(np.int32).shape == (count, bits)
     k = np.arange(width)
     assert (((words[:, k % 32] >> (k // 32)) & 1) == cells).all()
     assert np.unpackbits(words.view(np.uint8)).sum() == cells.sum()

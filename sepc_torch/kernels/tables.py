@@ -312,8 +312,8 @@ def packed_by_lane(cells: Bool[Array, "P K"]) -> Int[Array, "P 32"]:
         return np.zeros((0, WORD), dtype=np.int32)
     room = np.zeros((count, bits * WORD), dtype=bool)
     room[:, :width] = cells
-    by_lane = room.reshape(count, bits, WORD).transpose(0, 2, 1)
-    return np.packbits(by_lane, axis=2, bitorder="little").view(f"<i{bits // 8}")[:, :, 0]
+    by_lane = np.ascontiguousarray(room.reshape(count, bits, WORD).transpose(0, 2, 1))
+    return np.packbits(by_lane, axis=2, bitorder="little").view(f"<i{bits // 8}").reshape(count, WORD)
 
 
 def lane_bits(ellipsoids: int) -> int:
