@@ -29,7 +29,7 @@ from sepc_torch.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.explaining import Explanation
 from sepc_torch.given_labels import check_logits, class_codes, refuse_silent, silent_rows
 from sepc_torch.guarantees import check_share
-from sepc_torch.inputs import check_choice, count, float64_device, numeric_points, training_set
+from sepc_torch.inputs import check_choice, count, float64_device, numeric_points, training_set, usable_device
 from sepc_torch.prediction import HeadPrediction
 from sepc_torch.progress import Choice
 from sepc_torch.projection import Method, Normalize, Projection, default_dim, fit_projection, warn_of_small_classes
@@ -368,6 +368,7 @@ class TrustHead(nn.Module):
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrustHead:
         """Read a head that :meth:`save` wrote, onto a device."""
+        where = usable_device(device)
         arrays, metadata = storage.read(path, "trust_head")
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         projection = Projection(
@@ -384,7 +385,7 @@ class TrustHead(nn.Module):
                 head.calibration.double()
             resize_buffers(head.calibration, part("calibration."), "")
             head.calibration.load_state_dict(part("calibration."))
-        return head.to(device)
+        return head.to(where)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Options that no buffer holds."""

@@ -134,6 +134,17 @@ def count(value: Any, name: str, least: int = 0) -> int:
 
 def float64_device(device: torch.device | str) -> torch.device:
     """A torch device that is there and computes in float64."""
+    return usable_device(device, "float64", "Choose another, or leave device out to stay with NumPy.")
+
+
+def usable_device(
+    device: torch.device | str, dtype: str = "float32", advice: str = "Choose another, such as 'cpu'."
+) -> torch.device:
+    """A torch device that is there and computes in a precision.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
     import torch
 
     try:
@@ -141,13 +152,10 @@ def float64_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must name a torch device, such as 'cuda' or 'cpu', got {device!r}.") from error
     try:
-        torch.ones(1, dtype=torch.float64, device=found).sum().item()
+        torch.ones(1, dtype=getattr(torch, dtype), device=found).sum().item()
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        raise ValueError(
-            f"device {str(found)!r} cannot be used here in float64: {reason}. Choose another, or leave device out to "
-            "stay with NumPy."
-        ) from error
+        raise ValueError(f"device {str(found)!r} cannot be used here in {dtype}: {reason}. {advice}") from error
     return found
 
 

@@ -16,7 +16,7 @@ from sepc_torch.buffers import at_least_float32, resize_buffers
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.explaining import Described, Explanation, explain_rows
 from sepc_torch.given_labels import class_indices, points_as_tensor, refuse_bad
-from sepc_torch.inputs import check_choice
+from sepc_torch.inputs import check_choice, usable_device
 from sepc_torch.kernels import Kernel, available
 from sepc_torch.kernels.judging import Kernels, decide, judge, kernels_for
 from sepc_torch.kernels.tables import addressable
@@ -334,8 +334,9 @@ class SEPC(nn.Module):
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> SEPC:
         """Read a model that :meth:`save` wrote, onto a device."""
+        where = usable_device(device)
         arrays, metadata = storage.read(path, "sepc")
-        return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(device)
+        return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(where)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:

@@ -151,6 +151,8 @@ def test_save_and_load(rng: Rng, tmp_path: Path) -> None:
         assert same(again(z), head(z))
         assert again.classes == ["a", "b", "c"]
         assert (again.predict(x) == head.predict(z)).all()
+    with pytest.raises(ValueError, match="cannot be used here in float32"):
+        TrustHead.load(tmp_path / "head.safetensors", device=f"cuda:{torch.cuda.device_count()}")
 
 
 def test_lives_in_a_checkpoint(rng: Rng, tmp_path: Path) -> None:

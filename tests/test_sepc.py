@@ -110,6 +110,10 @@ def test_save_and_load(model: tuple[SEPC, Partition, Tensor, Array], tmp_path: P
     write(tmp_path / "x.safetensors", "sepc", {}, {"format": 99})
     with pytest.raises(ValueError, match="newer sepc_torch"):
         SEPC.load(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be used here in float32: .*\. Choose another, such as 'cpu'\."):
+        SEPC.load(tmp_path / "model.safetensors", device=f"cuda:{torch.cuda.device_count()}")
+    with pytest.raises(ValueError, match="must name a torch device"):
+        SEPC.load(tmp_path / "model.safetensors", device="gpu")
 
 
 def test_no_training_point_inside(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
