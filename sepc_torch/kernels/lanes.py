@@ -9,7 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sepc_torch.kernels.lookup import CODES, LANE_PATTERNS, LIMIT, NONE, any_of, lowest_bit, ordered, place, section
+from sepc_torch.kernels.lookup import (
+    CODES,
+    LANE_PATTERNS,
+    LIMIT,
+    NONE,
+    any_of,
+    lowest_bit,
+    ordered,
+    place,
+    section,
+    xor,
+)
 from sepc_torch.kernels.nearest import nearer, other_class_after, two_least
 from sepc_torch.kernels.tables import LANE_MIX, LANE_STEP
 
@@ -52,6 +63,7 @@ def _nearer_and_held(
     least, where, second, label, other, other_label, word,
     least_2, where_2, second_2, label_2, other_2, other_label_2, word_2,
 ):  # fmt: skip
+    """What two warps found, together, and the ellipsoids that hold."""
     least, where, second, label, other, other_label = nearer(
         least, where, second, label, other, other_label, least_2, where_2, second_2, label_2, other_2, other_label_2
     )
@@ -103,12 +115,7 @@ def hashed_by_lane(word):
     x = word.to(tl.uint32, bitcast=True) + tl.arange(0, 32).to(tl.uint32) * _STEP
     x = (x ^ (x >> _SHIFT)) * _FACTOR
     x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
-    return tl.reduce((x ^ (x >> _SHIFT)).to(tl.int32, bitcast=True), 0, _xor)
-
-
-@triton.jit
-def _xor(x, y):
-    return x ^ y
+    return tl.reduce((x ^ (x >> _SHIFT)).to(tl.int32, bitcast=True), 0, xor)
 
 
 @triton.jit

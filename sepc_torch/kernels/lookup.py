@@ -193,15 +193,16 @@ def hashed(word, w):
 
 
 @triton.jit
-def _xor(x, y):
+def xor(x, y):
+    """Exclusive or, for reductions."""
     return x ^ y
 
 
 @triton.jit
 def _joined(x, here):
     """The 64-bit integers that are here, exclusive or. For halves of them a chip has an instruction."""
-    low = tl.reduce(tl.where(here, x.to(tl.int32), 0), 0, _xor)
-    high = tl.reduce(tl.where(here, (x >> 32).to(tl.int32), 0), 0, _xor)
+    low = tl.reduce(tl.where(here, x.to(tl.int32), 0), 0, xor)
+    high = tl.reduce(tl.where(here, (x >> 32).to(tl.int32), 0), 0, xor)
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 

@@ -143,8 +143,8 @@ class _Shape(NamedTuple):
     """Rows of a program, lanes of a row; classes, and words of their entries, that are counted at once; warps.
 
     A lane asks for ``unroll`` distances at once. Asking once is enough for the words that are taken at a time
-    (``once``), and these may be the whole pattern (``whole``). So many ``digits`` of all entries are read beforehand,
-    the higher ones of the heavy words.
+    (``once``), and these may be the whole pattern (``whole``). So many ``digits`` of the entries' numbers are read
+    beforehand, the higher ones, which few words have, as so many ``heavy`` tiles.
     """
 
     tile: int
