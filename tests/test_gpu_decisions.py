@@ -57,7 +57,7 @@ def agree(found: Prediction, wanted: Prediction, share: float = 0.998) -> None:
 def test_decides_as_torch_does(rng: Rng, count: int, dim: int, classes: int, mixed: bool) -> None:
     sepc = model_of(rng, count, dim, classes, points=1000, mixed=mixed).cuda()
     reference = by_torch(sepc)
-    for rows in (1, 3, 1500, 5000):  # a warp takes a row, and in the last a thread
+    for rows in (1, 3, 1500, 9000):  # a warp takes a row, and in the last a thread
         z = points_for(rng, sepc, rows).cuda()
         label = torch.from_numpy(rng.integers(0, classes, rows)).cuda()
         torch.full((30 * rows,), 2**40, device="cuda")  # what the allocator hands out next is poisoned
@@ -78,7 +78,7 @@ def test_counts_where_a_pattern_is_new(rng: Rng, count: int) -> None:
     sepc = model_of(rng, count, 2, 5, points=1000, held=2.0).cuda()
     training, totals = sepc.training_counts, sepc.totals
     kernels = judging.Kernels(rule_tables(training, totals), None, None)
-    for rows in (1, 60, 300, 5000):
+    for rows in (1, 60, 300, 9000):
         distance = distances_in_many(rng, count, rows).cuda()
         found = resolve(distance, training)
         wanted = verdict(distance, found, training, totals, found.label)
@@ -106,7 +106,7 @@ def test_in_float64_every_decision_is_the_same(rng: Rng, nearest: str) -> None:
 def test_equally_near(rng: Rng) -> None:
     """Twins of different classes: outside them the least and the greatest counts decide."""
     sepc = model_of(rng, 20, 2, 4, points=500, held=0.3, twins=True, dtype=torch.float64).cuda()
-    for rows in (2000, 5000):
+    for rows in (2000, 9000):
         z = points_for(rng, sepc, rows).cuda()
         found, wanted = sepc(z), by_torch(sepc)(z)
         assert int((wanted.rule == 3).sum()) > 500

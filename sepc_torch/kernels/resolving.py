@@ -20,9 +20,10 @@ from sepc_torch.kernels.splitting import power_of_two
 from sepc_torch.kernels.tables import LOW_DIGITS, WORD, RuleTables
 from sepc_torch.shapes import Float, Int
 
-# From so many rows on a thread takes each, below a warp: with few ellipsoids, and with more of them.
+# From so many rows on a thread takes each, below a warp: with few ellipsoids, or half as many rows with a single one,
+# and with more of them.
 _FEW_ELLIPSOIDS = 128
-_MANY_ROWS = 2**12
+_MANY_ROWS = 2**13
 _MOST_ROWS = 2**15
 # Up to so many rows the chip has room for more than a warp to each, which pays with more ellipsoids.
 _FEW_ROWS = 128
@@ -169,7 +170,9 @@ def better_by_row(ellipsoids: int, rows: int) -> bool:
 
 def _shared(rows: int, ellipsoids: int) -> bool:
     """Whether several threads take a row. One with more ellipsoids is worth a warp also where there are many."""
-    return rows < (_MANY_ROWS if ellipsoids <= _FEW_ELLIPSOIDS else _MOST_ROWS)
+    if ellipsoids > _FEW_ELLIPSOIDS:
+        return rows < _MOST_ROWS
+    return rows < (_MANY_ROWS if ellipsoids > 1 else _MANY_ROWS // 2)
 
 
 @functools.lru_cache(maxsize=1024)
