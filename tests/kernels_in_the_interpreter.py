@@ -183,6 +183,49 @@ def patterns_of_many(rng: Rng) -> None:
         by_kernel_and_by_torch(distances_in_many(rng, count, rows), sepc.training_counts, sepc.totals, given)
 
 
+def large_counts(rng: Rng) -> None:
+    """Numbers of 23 digits: the high ones take several tiles, and sums of products need more than 54 bits."""
+    for count in (40, 200):
+        sepc = model_of(rng, count, 2, 4, held=3.0, points=200)
+        training = sepc.training_counts
+        some = rng.random(training.counts.shape) < 0.2
+        large = torch.from_numpy(np.where(some, rng.integers(2**22, 2**23 - 200, some.shape), 0))
+        counts = torch.where(training.counts > 0, training.counts + large, 0)
+        training = training._replace(counts=counts, held=training.cells.T.long() @ counts)
+        totals = counts.sum(dim=0) + 2**29
+        rules = tables.rule_tables(training, totals)
+        assert rules.digits == 23
+        rows_are_many_from(2**12)
+        assert resolving._program_shape(4, count, 4, *rules.entries).heavy > 1
+        given = torch.from_numpy(rng.integers(0, 4, 4))
+        by_kernel_and_by_torch(distances_in_many(rng, count, 4), training, totals, given)
+
+
+def equal_hashes(rng: Rng) -> None:
+    """A pattern with the hash of another is not taken for it. Of the 2^20 patterns of two lanes some are alike."""
+    words = np.zeros((1024, 32), dtype=np.int16)
+    words[:, 0] = np.arange(1024)
+    first, second = tables.hashed_by_lane(words), tables.hashed_by_lane(np.roll(words, 1, axis=1))
+    hashes = (first[:, None] ^ second[None, :]).ravel()  # but for what no lane has, which is the same for all
+    order = np.argsort(hashes, kind="stable")
+    alike = np.flatnonzero(np.diff(hashes[order]) == 0)
+    pair = order[alike[rng.integers(len(alike))] :][:2]
+    patterns = np.zeros((2, 320), dtype=bool)
+    for pattern, place in zip(patterns, pair, strict=True):
+        for lane, word in enumerate(divmod(int(place), 1024)):
+            pattern[lane::32] = (word >> np.arange(10)) & 1
+    assert len(np.unique(tables.hashed_by_lane(tables.packed_by_lane(patterns)))) == 1
+    cells = np.concatenate([patterns[:1], patterns[1:] | (rng.random((6, 320)) < 0.02), rng.random((6, 320)) < 0.02])
+    counts = torch.from_numpy(rng.integers(1, 30, (len(cells), 3)))
+    training = TrainingCounts(
+        torch.arange(320) % 3, torch.from_numpy(cells), counts, torch.from_numpy(cells.T.astype(np.int64)) @ counts,
+        torch.ones(320, 3, 1), torch.full((3, 1), 9),
+    )  # fmt: skip
+    training = training._replace(codes=training.codes.sort().values)
+    distance = torch.from_numpy(np.where(patterns, 0.5, 2.0) + 0.1 * rng.random((2, 320))).float()
+    by_kernel_and_by_torch(distance, training, counts.sum(dim=0), torch.arange(2))
+
+
 def known_patterns(rng: Rng) -> None:
     """Patterns that a training point has are looked up, ties too: without the numbers of entries all is the same."""
     sepc = model_of(rng, 40, 2, 4, held=3.0)

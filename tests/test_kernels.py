@@ -70,6 +70,8 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
         "ties",
         "odd_distances",
         "patterns_of_many",
+        "large_counts",
+        "equal_hashes",
         "known_patterns",
         "stored_either_way",
         "pieces",

@@ -220,7 +220,7 @@ def count_region(
     tables, head, pattern, word, chosen, rows, group, classes, ellipsoids,
     kept: tl.constexpr, by_row: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """The same of some classes, so many words of each at once.
+    """Training points of some classes in all, and in any, of the ellipsoids of one row, so many words of each at once.
 
     Lanes have the row's ellipsoids (``kept``), or its pattern is read from where patterns are.
     """

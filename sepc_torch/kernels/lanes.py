@@ -1,7 +1,8 @@
 """One row whose ellipsoids are all at hand, a few to a thread: which of them hold it, and which are near.
 
 Blocks are warps by 32 lanes. A lane has every 32nd ellipsoid, in all warps together, and a word with a bit for each.
-Warps put together what they know once; from then on every warp has all 32 words, and none waits for another.
+Warps put together what they know once; from then on every warp has all 32 words, and for what these tell none waits
+for another. Numbers stay with their threads.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ PAGE = tl.constexpr(PAGE_WORDS)
 _GUIDE = tl.constexpr(GUIDE_NUMBERS)
 _HEAD = tl.constexpr(len(SIZES) + len(SECTIONS))
 NONE = tl.constexpr(2**31 - 1)
-# A number for all that kernels take from Python's globals and that may change. Triton before 3.5 keeps compiled kernels
-# by their source alone, and would run an old one with a new layout; so kernels take this as an argument that they do
-# not use.
+# A number for what kernels take from the globals of other modules and that may change. Triton before 3.5 keeps compiled
+# kernels by their source alone, and would run an old one with a new layout; so kernels take this as an argument that
+# they do not use.
 _GLOBALS = (
     SIZES, SECTIONS, PAGE_WORDS, GUIDE_NUMBERS, LOW_DIGITS, MULTIPLIER, LANE_STEP, LANE_MIX,
     SURFACE_TOLERANCE, NEAREST_TIE, [*Rule],

@@ -120,8 +120,8 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
     - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, or -1 where there
       is none, and its hash;
     - ``lane_patterns`` (P, 32), ``lane_slots``, ``lane_keys``: the same for 32 lanes that share a row, where their
-      words have room for all ellipsoids (:func:`packed_by_lane`); hashes are of 32 bits, and a cell that the lanes do
-      not find at first sight is left out, as if no training point had its pattern;
+      words have room for all ellipsoids (:func:`packed_by_lane`). Hashes are of 32 bits; a cell that the lanes do not
+      find at first sight, or whose hash another has too, is as if no training point had its pattern, and counted;
     - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
     - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
       digits of the numbers of points that they stand for, the lowest first;
