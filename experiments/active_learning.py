@@ -28,7 +28,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from sepc_torch.active.querying import BETA, NOVEL_SHARE
+from sepc_torch.training.query import BETA, NOVEL_SHARE
 
 KEEL = ("penbased", "satimage", "segment", "vehicle", "wdbc")
 # Samples that wait and samples to test on, at most: enough for a standard error of one point in a hundred.

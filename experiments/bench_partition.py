@@ -25,7 +25,7 @@ import numpy as np
 from harness import arguments, environment, write_results
 
 from sepc_torch import partition
-from sepc_torch.separating import Separator
+from sepc_torch.partitioning.algorithm import Separator
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
 
 LARGEST = 50_000

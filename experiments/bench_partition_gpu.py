@@ -27,10 +27,10 @@ from harness import arguments, environment, write_results
 from partition_chain import record, replay, summary
 
 from sepc_torch import SEPC, Kind, Partition, TrustHead, partition
-from sepc_torch.affine_hull import affine_hull
+from sepc_torch.data.arrays import feature_scale
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
-from sepc_torch.inputs import feature_scale
-from sepc_torch.partitioning import _tasks
+from sepc_torch.partitioning.fit import _tasks
+from sepc_torch.solvers.affine_hull import affine_hull
 
 CORES = 16
 WANTED = 5.0

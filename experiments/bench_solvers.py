@@ -23,7 +23,7 @@ from harness import arguments, cpu_time, environment, write_results
 from threadpoolctl import threadpool_limits
 
 from sepc_torch import minimum_volume_ellipsoid
-from sepc_torch.affine_hull import affine_hull
+from sepc_torch.solvers.affine_hull import affine_hull
 
 # (points, dims, direct statement?, generated constraints?): the cvxpy statements only where they end in reasonable
 # time.

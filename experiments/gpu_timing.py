@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sepc_torch.kernels.splitting import block_size
+from sepc_torch.model.kernels.splitting import block_size
 
 
 def milliseconds(function: Callable[[], Any], heavy: bool = True) -> float:

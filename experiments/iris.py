@@ -30,8 +30,8 @@ from sklearn.model_selection import RepeatedStratifiedKFold, StratifiedShuffleSp
 
 from sepc_torch import SEPC, Ellipsoid, Kind, Partition, partition
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
+from sepc_torch.partitioning.algorithm import Covering, Separator
 from sepc_torch.plot import COLORS, draw_partition
-from sepc_torch.separating import Covering, Separator
 
 MAX_IMPURE = 2
 PAPER = (3, 4, 4)

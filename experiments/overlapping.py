@@ -25,9 +25,9 @@ from scipy.spatial import ConvexHull
 
 from sepc_torch import Ellipsoid, Kind, Partition, landscape, minimum_volume_ellipsoid, partition
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
+from sepc_torch.partitioning.algorithm import Hyperplane, Piece, Separator
 from sepc_torch.plot import COLORS, draw_partition, outline
-from sepc_torch.programs import intersection_ellipsoid
-from sepc_torch.separating import Hyperplane, Piece, Separator
+from sepc_torch.solvers.programs import intersection_ellipsoid
 
 MAX_IMPURE = 10
 

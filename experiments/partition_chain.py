@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.partitioning import _separate, _Task
-from sepc_torch.solvers import capped, design, progressive, reduced_hull
+from sepc_torch.partitioning.fit import _separate, _Task
+from sepc_torch.solvers import capped_weights, d_optimal, progressive, reduced_hull
 
 # A pass over fewer points than this is a step of the chain like any other.
 LARGE = 2000
@@ -30,19 +30,19 @@ def _shape(array: Any, *_: Any) -> tuple[int, int]:
 
 
 RECORDED: dict[tuple[Any, str], tuple[str, Callable[..., tuple[int, int]]]] = {
-    (capped, "_newton"): ("hull steps", _shape),
+    (capped_weights, "_newton"): ("hull steps", _shape),
     (reduced_hull, "_affine_minimiser"): ("Wolfe steps", _shape),
-    (design, "newton_system"): ("ellipsoid steps", _shape),
-    (design, "inverse_root"): ("factors", _shape),
+    (d_optimal, "newton_system"): ("ellipsoid steps", _shape),
+    (d_optimal, "inverse_root"): ("factors", _shape),
     (progressive, "inverse_root"): ("factors", _shape),
-    (design, "variances"): ("products", lambda lifted, root: lifted.shape[::-1]),
+    (d_optimal, "variances"): ("products", lambda lifted, root: lifted.shape[::-1]),
     (progressive._View, "sides"): ("products", lambda view, z: z.shape),
     (progressive, "affine_hull"): ("Gram passes", _shape),
     (reduced_hull._Side, "best"): ("selections", lambda side, w: side.points.shape),
     (reduced_hull._Side, "free_band"): ("selections", lambda side, w, weights, half: side.points.shape),
 }
 # Within these there is nothing but steps: each needs the last.
-SEQUENTIAL = [(reduced_hull, "nearest_combination"), (reduced_hull._Corral, "descend"), (design, "interior_point")]
+SEQUENTIAL = [(reduced_hull, "nearest_combination"), (reduced_hull._Corral, "descend"), (d_optimal, "interior_point")]
 PASSES = ("products", "Gram passes", "selections")
 
 
@@ -154,7 +154,7 @@ class Stage:
         return solve
 
     def hull_step(self, rows: int, dims: int) -> list[Tensor]:
-        """The whole step, with residuals, step lengths and the vectors that move, as in ``solvers/capped.py``."""
+        """The whole step, with residuals, step lengths and the vectors that move, as in ``solvers/capped_weights.py``."""
         p, member = self._points[:, :rows, :dims], self._ones[:, :rows]
         z = room = s = t = self._positive[:, :rows]
         multiplier = self._positive[:, :2, None]

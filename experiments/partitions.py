@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from sepc_torch import Kind, Partition, partition
-from sepc_torch.partition_record import PartitionEllipsoid
+from sepc_torch.partitioning.record import PartitionEllipsoid
 
 # What two solvers may differ by in log-volume, or more where their own certificates leave more open.
 TOLERANCE = 1e-6

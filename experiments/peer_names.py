@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sepc_torch.comparing import TITLES
+from sepc_torch.metrics.compare import TITLES
 
 PEERS = TITLES | {
     "trust_score_1": f"{TITLES['trust_score']}, first neighbour",

@@ -12,9 +12,9 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.neighbors import NearestNeighbors
 
 from sepc_torch import TrustHead, select
-from sepc_torch.active import Candidates, choose
-from sepc_torch.active.querying import NOVEL_SHARE
-from sepc_torch.flagging import Judged, judge
+from sepc_torch.training import Candidates, choose
+from sepc_torch.training.flagging import Judged, judge
+from sepc_torch.training.query import NOVEL_SHARE
 
 Array = np.ndarray
 # TypiClust's own numbers: neighbours that make a sample typical, and the smallest cluster it trusts.

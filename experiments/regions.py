@@ -17,7 +17,7 @@ from sklearn.tree import DecisionTreeClassifier
 
 from sepc_torch import SEPC, Partition, Rule
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Kind
-from sepc_torch.sepc import Nearest
+from sepc_torch.model.sepc import Nearest
 
 # The paper accepts a label at trust above 95 % and calls a trust below 50 % low.
 ACCEPTED, LOW = 0.95, 0.5

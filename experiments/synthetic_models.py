@@ -3,7 +3,7 @@
 Points lie in normal clouds. Every cloud has four ellipsoids with centres and axes of their own near its middle, scaled
 to hold the same share of it, as large as leaves a given share of all points in no ellipsoid. At any number of
 dimensions about a third of the points is then in none, in one and in several. The counts are those that
-:func:`sepc_torch.ledger.ledger` would find, in torch on the device, since the largest of these models would take NumPy
+:func:`sepc_torch.partitioning.cells.ledger` would find, in torch on the device, since the largest of these models would take NumPy
 minutes.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sepc_torch import SEPC, EllipsoidBank
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.kernels import Kernel
-from sepc_torch.ledger import RESOLUTION
-from sepc_torch.rules import TrainingCounts
+from sepc_torch.model.kernels import Kernel
+from sepc_torch.model.rules import TrainingCounts
+from sepc_torch.partitioning.cells import RESOLUTION
 
 TRAINING_POINTS = 10_000
 MOST_CLASSES = 10

@@ -45,8 +45,8 @@ from resampling import resampled_aurc, resampled_auroc
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.baselines import NearestNeighbours, TrustScore, baseline_scores
 from sepc_torch.metrics import aurc, ece, naurc, scod_aurc, unknown_auroc
+from sepc_torch.metrics.baselines import NearestNeighbours, TrustScore, baseline_scores
 
 SEEDS = 5
 RESAMPLES = 400

@@ -9,72 +9,72 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sepc_torch.active import LabelPool as LabelPool
-    from sepc_torch.active import select as select
-    from sepc_torch.bank import EllipsoidBank as EllipsoidBank
-    from sepc_torch.callbacks import PoolDataModule as PoolDataModule
-    from sepc_torch.callbacks import TrustMonitor as TrustMonitor
-    from sepc_torch.comparing import compare as compare
-    from sepc_torch.comparison_record import Comparison as Comparison
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
-    from sepc_torch.head import TrustHead as TrustHead
+    from sepc_torch.head.prediction import HeadPrediction as HeadPrediction
+    from sepc_torch.head.trust_head import TrustHead as TrustHead
     from sepc_torch.layers import EllipsoidLoss as EllipsoidLoss
     from sepc_torch.layers import MVELayer as MVELayer
     from sepc_torch.layers import RCHLayer as RCHLayer
-    from sepc_torch.overlap import Landscape as Landscape
-    from sepc_torch.overlap import landscape as landscape
-    from sepc_torch.overlap import small_disjuncts as small_disjuncts
-    from sepc_torch.partition_record import Partition as Partition
-    from sepc_torch.partitioning import partition as partition
-    from sepc_torch.prediction import HeadPrediction as HeadPrediction
-    from sepc_torch.prediction import Prediction as Prediction
-    from sepc_torch.rules import Rule as Rule
-    from sepc_torch.rules import resolve as resolve
-    from sepc_torch.sepc import SEPC as SEPC
+    from sepc_torch.metrics.compare import compare as compare
+    from sepc_torch.metrics.comparison import Comparison as Comparison
+    from sepc_torch.model.bank import EllipsoidBank as EllipsoidBank
+    from sepc_torch.model.prediction import Prediction as Prediction
+    from sepc_torch.model.rules import Rule as Rule
+    from sepc_torch.model.rules import resolve as resolve
+    from sepc_torch.model.sepc import SEPC as SEPC
+    from sepc_torch.model.trust import bayes_trust as bayes_trust
+    from sepc_torch.model.trust import odds as odds
+    from sepc_torch.model.trust import posterior as posterior
+    from sepc_torch.partitioning.fit import partition as partition
+    from sepc_torch.partitioning.landscape import Landscape as Landscape
+    from sepc_torch.partitioning.landscape import landscape as landscape
+    from sepc_torch.partitioning.landscape import small_disjuncts as small_disjuncts
+    from sepc_torch.partitioning.record import Partition as Partition
     from sepc_torch.solvers import distance_to_ellipsoid as distance_to_ellipsoid
     from sepc_torch.solvers import ellipsoids_intersect as ellipsoids_intersect
     from sepc_torch.solvers import minimum_volume_ellipsoid as minimum_volume_ellipsoid
     from sepc_torch.solvers import reduced_hull_points as reduced_hull_points
-    from sepc_torch.trust import bayes_trust as bayes_trust
-    from sepc_torch.trust import odds as odds
-    from sepc_torch.trust import posterior as posterior
+    from sepc_torch.training import LabelPool as LabelPool
+    from sepc_torch.training import select as select
+    from sepc_torch.training.lightning import PoolDataModule as PoolDataModule
+    from sepc_torch.training.lightning import TrustMonitor as TrustMonitor
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "SEPC": "sepc",
-    "Comparison": "comparison_record",
+    "SEPC": "model.sepc",
+    "Comparison": "metrics.comparison",
     "Ellipsoid": "ellipsoid",
-    "EllipsoidBank": "bank",
+    "EllipsoidBank": "model.bank",
     "EllipsoidLoss": "layers",
-    "HeadPrediction": "prediction",
+    "HeadPrediction": "head.prediction",
     "Kind": "ellipsoid",
-    "LabelPool": "active",
-    "Landscape": "overlap",
+    "LabelPool": "training",
+    "Landscape": "partitioning.landscape",
     "MVELayer": "layers",
     "MinimumVolumeEllipsoid": "ellipsoid",
-    "Partition": "partition_record",
-    "PoolDataModule": "callbacks",
-    "Prediction": "prediction",
+    "Partition": "partitioning.record",
+    "PoolDataModule": "training.lightning",
+    "Prediction": "model.prediction",
     "RCHLayer": "layers",
-    "Rule": "rules",
-    "TrustHead": "head",
-    "TrustMonitor": "callbacks",
-    "bayes_trust": "trust",
-    "compare": "comparing",
+    "Rule": "model.rules",
+    "TrustHead": "head.trust_head",
+    "TrustMonitor": "training.lightning",
+    "bayes_trust": "model.trust",
+    "compare": "metrics.compare",
     "distance_to_ellipsoid": "solvers",
     "ellipsoids_intersect": "solvers",
-    "landscape": "overlap",
+    "landscape": "partitioning.landscape",
     "minimum_volume_ellipsoid": "solvers",
-    "odds": "trust",
-    "partition": "partitioning",
-    "posterior": "trust",
+    "odds": "model.trust",
+    "partition": "partitioning.fit",
+    "posterior": "model.trust",
     "reduced_hull_points": "solvers",
-    "resolve": "rules",
-    "select": "active",
-    "small_disjuncts": "overlap",
+    "resolve": "model.rules",
+    "select": "training",
+    "small_disjuncts": "partitioning.landscape",
 }
 
 __all__ = sorted(_HOME)

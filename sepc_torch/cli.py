@@ -23,10 +23,10 @@ except ModuleNotFoundError:
     raise SystemExit("sepc: the command line needs more packages: pip install 'sepc_torch[cli]'") from None
 
 if TYPE_CHECKING:
-    from sepc_torch.prediction import Prediction
-    from sepc_torch.sepc import SEPC
+    from sepc_torch.cli_tables import Table
+    from sepc_torch.model.prediction import Prediction
+    from sepc_torch.model.sepc import SEPC
     from sepc_torch.shapes import Array, Float, Int
-    from sepc_torch.tabular import Table
 
 # Rows scored at once: enough to keep the machine busy, few enough for the progress bar to move.
 _BATCH = 2**16
@@ -102,9 +102,9 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Cover labelled points with ellipsoids and write the frozen model."""
-    from sepc_torch.partitioning import partition
-    from sepc_torch.sepc import SEPC
-    from sepc_torch.tabular import check_writable, read_table
+    from sepc_torch.cli_tables import check_writable, read_table
+    from sepc_torch.model.sepc import SEPC
+    from sepc_torch.partitioning.fit import partition
 
     check_writable(output, [".safetensors"])
     frame, targets = _labelled(read_table(data), label, ignore)
@@ -143,8 +143,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Label new points and say how far to trust each label."""
-    from sepc_torch.sepc import SEPC
-    from sepc_torch.tabular import (
+    from sepc_torch.cli_tables import (
         WRITABLE,
         check_writable,
         numbers,
@@ -154,6 +153,7 @@ def score(
         summary,
         write_table,
     )
+    from sepc_torch.model.sepc import SEPC
 
     check_writable(output, WRITABLE)
     if output.resolve() == data.resolve():
@@ -194,8 +194,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say why a point gets its label: the rule, the ellipsoids, the trust and the features that matter."""
-    from sepc_torch.sepc import SEPC
-    from sepc_torch.tabular import numbers, read_table
+    from sepc_torch.cli_tables import numbers, read_table
+    from sepc_torch.model.sepc import SEPC
 
     sepc = SEPC.load(model)
     table = read_table(data)
@@ -224,9 +224,9 @@ def landscape(
     as_json: AsJson = False,
 ) -> None:
     """Measure how far the classes overlap."""
-    from sepc_torch.overlap import landscape as measure
-    from sepc_torch.partitioning import partition
-    from sepc_torch.tabular import read_table
+    from sepc_torch.cli_tables import read_table
+    from sepc_torch.partitioning.fit import partition
+    from sepc_torch.partitioning.landscape import landscape as measure
 
     frame, targets = _labelled(read_table(data), label, ignore)
     found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
@@ -262,7 +262,7 @@ def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> 
     """Features as a DataFrame of numbers, so that their names are kept, and the labels."""
     import pandas as pd
 
-    from sepc_torch.tabular import labels, named, numbers, require
+    from sepc_torch.cli_tables import labels, named, numbers, require
 
     label, ignore = label or table.label, ignore or []
     if label is None:
@@ -278,7 +278,7 @@ def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> 
 
 def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[str], list[str]]:
     """The columns that the model reads, in its order, and those that it does not."""
-    from sepc_torch.tabular import require
+    from sepc_torch.cli_tables import require
 
     candidates = [column for column in table.frame.columns if column not in others]
     if sepc.feature_names is not None and table.named:
@@ -297,7 +297,7 @@ def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
     """The true classes as indices, -1 for labels that the model does not know; compared as text, as files keep them."""
     import numpy as np
 
-    from sepc_torch.tabular import labels, named
+    from sepc_torch.cli_tables import labels, named
 
     position = {str(name): code for code, name in enumerate(sepc.classes)}
     given = [str(name) for name in labels(table, label).tolist()]
@@ -315,8 +315,8 @@ def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
 def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:
     import torch
 
-    from sepc_torch.prediction import Prediction
-    from sepc_torch.progress import Bar
+    from sepc_torch.data.progress import Bar
+    from sepc_torch.model.prediction import Prediction
 
     parts = []
     with Bar("score", len(points), "auto") as bar:

@@ -15,11 +15,11 @@ from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
 
 from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
+from sepc_torch.cli_tables import summary
+from sepc_torch.data.text_table import text_table
+from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
-from sepc_torch.rules import Rule
 from sepc_torch.shapes import Array, Int
-from sepc_torch.tables import text_table
-from sepc_torch.tabular import summary
 
 # Below this trust, or outside every ellipsoid, a prediction goes to a person.
 _THRESHOLD = 0.95

@@ -13,10 +13,10 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from torch import Tensor
 
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
-from sepc_torch.explaining import Explanation
-from sepc_torch.partition_record import Partition
-from sepc_torch.partitioning import partition
-from sepc_torch.sepc import SEPC, Nearest
+from sepc_torch.model.explanation import Explanation
+from sepc_torch.model.sepc import SEPC, Nearest
+from sepc_torch.partitioning.fit import partition
+from sepc_torch.partitioning.record import Partition
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 

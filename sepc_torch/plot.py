@@ -11,15 +11,15 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from sepc_torch.data.arrays import training_set
 from sepc_torch.ellipsoid import Ellipsoid, Kind
-from sepc_torch.inputs import training_set
-from sepc_torch.partition_record import Partition
+from sepc_torch.partitioning.record import Partition
 from sepc_torch.shapes import Array, Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from sepc_torch.sepc import SEPC
+    from sepc_torch.model.sepc import SEPC
 
 # Okabe and Ito's palette, told apart under every common colour blindness; shape says the class a second time.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")

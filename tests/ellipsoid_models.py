@@ -9,8 +9,8 @@ import torch
 
 from sepc_torch import SEPC, EllipsoidBank
 from sepc_torch.ellipsoid import Ellipsoid
-from sepc_torch.ledger import ledger
-from sepc_torch.rules import TrainingCounts
+from sepc_torch.model.rules import TrainingCounts
+from sepc_torch.partitioning.cells import ledger
 
 Rng = np.random.Generator
 

@@ -17,13 +17,12 @@ from ellipsoid_banks import bank_of
 from ellipsoid_models import distances_in_many, model_of, points_for
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.kernels import fused, judging, resolving, screening, tables
-from sepc_torch.kernels.bounds import screen
-from sepc_torch.kernels.splitting import split
-from sepc_torch.prediction import Prediction
-from sepc_torch.rules import TrainingCounts, resolve
-from sepc_torch.sepc import SEPC
-from sepc_torch.verdict import verdict
+from sepc_torch.model.kernels import fused, judging, resolving, screening, tables
+from sepc_torch.model.kernels.bounds import screen
+from sepc_torch.model.kernels.splitting import split
+from sepc_torch.model.prediction import Prediction, verdict
+from sepc_torch.model.rules import TrainingCounts, resolve
+from sepc_torch.model.sepc import SEPC
 
 Rng = np.random.Generator
 # Numbers are split into 22 bits; three such errors and the rounding of sums, in units of the terms that are summed.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import TrustMonitor
-from sepc_torch.trust_table import TrustTable
+from sepc_torch.training.trust_table import TrustTable
 
 FEATURES, CLASSES = 8, 3
 # A small head is quick to fit.

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_parts import Net, blobs, loader, quiet_trainer
 
 from sepc_torch import LabelPool, PoolDataModule, TrustMonitor
-from sepc_torch.trust_table import TrustTable
+from sepc_torch.training.trust_table import TrustTable
 
 FIT = {"dim": 3}
 SEED = 4

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch import LabelPool, TrustHead, select
-from sepc_torch.active import Candidates, choose, confirmed_disjuncts, read_answers, write_questions
-from sepc_torch.trust_table import TrustTable
+from sepc_torch.training import Candidates, choose, confirmed_disjuncts, read_answers, write_questions
+from sepc_torch.training.trust_table import TrustTable
 
 Rng = np.random.Generator
 
@@ -387,7 +387,7 @@ class TestMistakes:
 
     def test_labels_that_cannot_be_read_stop_no_training(self, rng: Rng) -> None:
         """The pool says so, once; with label_of= the mistakes are found."""
-        pooling = pytest.importorskip("sepc_torch.callbacks.pooling")
+        pooling = pytest.importorskip("sepc_torch.training.lightning.pooling")
         x = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
         scores = pooling.PoolScores()
         scores.head = TrustHead.fit(x, np.repeat([0, 1], 60), dim=2, normalize=None, max_impure=2, progress=False)

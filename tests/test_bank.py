@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch import Ellipsoid, EllipsoidBank, ops
+from sepc_torch import Ellipsoid, EllipsoidBank
 from sepc_torch.ellipsoid import triangular_whitener
+from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
 
@@ -56,9 +57,9 @@ def test_pieces_do_not_change_the_result(rng: Rng, monkeypatch: pytest.MonkeyPat
         return bmm(a, b)
 
     monkeypatch.setattr(torch, "bmm", watched)
-    monkeypatch.setattr(ops, "CPU_BYTES", 30 * 8 * 8 * 7)  # seven rows at a time
+    monkeypatch.setattr(torch_ops, "CPU_BYTES", 30 * 8 * 8 * 7)  # seven rows at a time
     assert torch.allclose(bank(z), whole, rtol=1e-14)
-    assert 0 < largest <= ops.CPU_BYTES
+    assert 0 < largest <= torch_ops.CPU_BYTES
 
 
 def test_float32_is_as_accurate_as_its_input(rng: Rng) -> None:
@@ -134,7 +135,7 @@ def test_euclidean_distance_equals_the_plain_one(rng: Rng) -> None:
     scale = torch.from_numpy(rng.uniform(0.5, 2.0, 6))
     axes = bank.principal_axes(scale)
     wanted = torch.from_numpy(rng.random(80) < 0.7)
-    found = ops.euclidean_distances(bank.relative(z) / scale, *axes, wanted)
+    found = torch_ops.euclidean_distances(bank.relative(z) / scale, *axes, wanted)
     assert torch.equal(found[~wanted], torch.zeros_like(found[~wanted]))
     for k, e in enumerate(plain):
         scaled = Ellipsoid(e.center / scale.numpy(), e.whitener * scale.numpy())

@@ -14,8 +14,8 @@ from sklearn.neighbors import KDTree
 from torch import Tensor
 from torch.distributions import Categorical, MultivariateNormal
 
-from sepc_torch import baselines
-from sepc_torch.baselines import (
+from sepc_torch.metrics import baselines
+from sepc_torch.metrics.baselines import (
     Gaussians,
     Mahalanobis,
     NearestNeighbours,
@@ -204,7 +204,7 @@ def test_neighbours_by_brute_force(k: int, data: Data, monkeypatch: pytest.Monke
     distances = (test.unsqueeze(1) - unit).norm(dim=2).sort(dim=1).values
     expected = -distances[:, min(k, len(unit)) - 1]
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
-    monkeypatch.setattr(baselines.parts, "_ENTRIES", 1000)  # a few rows at a time
+    monkeypatch.setattr(baselines.shared, "_ENTRIES", 1000)  # a few rows at a time
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
 
 

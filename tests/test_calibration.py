@@ -12,9 +12,9 @@ from scipy.stats import gamma
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
-from sepc_torch.calibration import Calibration, Typicality, View, joint_score, log_share
-from sepc_torch.confidence import Confidence, fit_logistic
-from sepc_torch.evidence import Facts
+from sepc_torch.head.calibration import Calibration, Typicality, View, joint_score, log_share
+from sepc_torch.head.confidence import Confidence, fit_logistic
+from sepc_torch.head.evidence import Facts
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from sepc_torch import SEPC, LabelPool, PoolDataModule, TrustHead, TrustMonitor
-from sepc_torch.callbacks import MisconfigurationException
+from sepc_torch.training.lightning import MisconfigurationException
 
 Rng = np.random.Generator
 

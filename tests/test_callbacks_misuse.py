@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from sepc_torch import TrustMonitor
-from sepc_torch.callbacks import MisconfigurationException
+from sepc_torch.training.lightning import MisconfigurationException
 
 Rng = np.random.Generator
 

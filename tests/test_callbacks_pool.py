@@ -13,7 +13,7 @@ import torch
 from lightning_parts import CLASSES, Net, blobs, fitted, loader, monitor, quiet_trainer
 
 from sepc_torch import LabelPool, PoolDataModule, TrustHead
-from sepc_torch.callbacks import MisconfigurationException
+from sepc_torch.training.lightning import MisconfigurationException
 
 Rng = np.random.Generator
 

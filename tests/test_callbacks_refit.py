@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sepc_torch import TrustHead, TrustMonitor
-from sepc_torch.callbacks.refitting import lowest_per_class, scrambled
-from sepc_torch.callbacks.snapshots import head_bytes, head_from_bytes, head_kind
+from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
+from sepc_torch.training.lightning.refitting import lowest_per_class, scrambled
 
 Rng = np.random.Generator
 

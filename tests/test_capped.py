@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sepc_torch.shapes import Array
-from sepc_torch.solvers.capped import nearest_combination
+from sepc_torch.solvers.capped_weights import nearest_combination
 
 Rng = np.random.Generator
 

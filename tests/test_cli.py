@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 
 from sepc_torch import SEPC, Partition, Rule, TrustHead, __version__, partition
 from sepc_torch.cli import NearestBy, app
-from sepc_torch.sepc import Nearest
-from sepc_torch.tabular import numbers, read_table
+from sepc_torch.cli_tables import numbers, read_table
+from sepc_torch.model.sepc import Nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCORES = ["label", "trust", "rule", "distance", "margin", "runner_up"]

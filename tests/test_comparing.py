@@ -13,8 +13,8 @@ import torch
 
 import sepc_torch
 from sepc_torch import Comparison, TrustHead, compare, metrics
-from sepc_torch.baselines import baseline_scores
-from sepc_torch.comparing import TITLES, _classes_of, _given, _Wanted
+from sepc_torch.metrics.baselines import baseline_scores
+from sepc_torch.metrics.compare import TITLES, _classes_of, _given, _Wanted
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

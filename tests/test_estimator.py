@@ -25,8 +25,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from sepc_torch import SEPC, Rule, partition
 from sepc_torch.estimator import SEPClassifier
-from sepc_torch.explaining import Explanation
-from sepc_torch.sepc import Nearest
+from sepc_torch.model.explanation import Explanation
+from sepc_torch.model.sepc import Nearest
 from sepc_torch.shapes import Array
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.buffers import resize_buffers
-from sepc_torch.evidence import Evidence, Facts, _choose, fit_evidence, log_odds, pieces_of, with_softmax
-from sepc_torch.partitioning import partition
-from sepc_torch.projection import fit_projection
+from sepc_torch.head.evidence import Evidence, Facts, _choose, fit_evidence, log_odds, pieces_of, with_softmax
+from sepc_torch.head.projection import fit_projection
+from sepc_torch.model.buffers import resize_buffers
+from sepc_torch.partitioning.fit import partition
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

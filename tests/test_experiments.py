@@ -25,8 +25,8 @@ from sklearn.datasets import load_iris
 
 from sepc_torch import Kind, partition
 from sepc_torch.metrics import aurc, unknown_auroc
-from sepc_torch.partitioning import _Task
-from sepc_torch.solvers import capped
+from sepc_torch.partitioning.fit import _Task
+from sepc_torch.solvers import capped_weights
 
 RECORDED = report.reproductions()
 
@@ -249,17 +249,17 @@ def test_the_replayed_step_is_that_of_the_solver(rng: np.random.Generator) -> No
     found, _ = stage._hull_system(rows, dims)(right)
     for k in range(3):
         p, member, d = (t[k, :rows].numpy() for t in (stage._points[..., :dims], stage._ones, stage._positive))
-        np.testing.assert_allclose(found[k], capped._newton(p, member, d)(right[k].numpy())[0], atol=1e-10)
+        np.testing.assert_allclose(found[k], capped_weights._newton(p, member, d)(right[k].numpy())[0], atol=1e-10)
 
 
 def test_a_recorded_chain_is_replayed(rng: np.random.Generator) -> None:
     """Recording changes no function for good, and every kind that was recorded is replayed."""
-    before = capped._newton
+    before = capped_weights._newton
     codes = rng.integers(0, 3, 400)
     points = rng.normal(size=(400, 12)) + 2.0 * np.eye(3, 12)[codes]
     parameters = {"max_impure": 2, "floor": 1e-3, "dim": 12, "solver": "native", "metric": None}
     chain = partition_chain.record(_Task(points, codes, 0, (True, False), parameters))
-    assert capped._newton is before
+    assert capped_weights._newton is before
     counted = partition_chain.summary(chain)
     assert counted["hull steps"]["count"] > 0
     assert 0 < chain.in_steps < chain.seconds

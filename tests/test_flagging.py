@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.flagging import Criteria, Judged, class_values, find_reasons, judge, safety, summary
 from sepc_torch.shapes import Array
-from sepc_torch.trust_table import REASONS, TrustTable
+from sepc_torch.training.flagging import Criteria, Judged, class_values, find_reasons, judge, safety, summary
+from sepc_torch.training.trust_table import REASONS, TrustTable
 
 Rng = np.random.Generator
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sepc_torch.ellipsoid import Ellipsoid
-from sepc_torch.geometry import euclidean_distance, separation
+from sepc_torch.ellipsoid import Ellipsoid, euclidean_distance, separation
 from sepc_torch.shapes import Array
 
 DIMS = [1, 2, 3, 8, 25]

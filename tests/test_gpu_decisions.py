@@ -11,10 +11,10 @@ from ellipsoid_models import distances_in_many, model_of, points_for
 from waiting_checks import waiting_is_an_error
 
 from sepc_torch import SEPC, Prediction
-from sepc_torch.kernels import judging
-from sepc_torch.kernels.tables import rule_tables
-from sepc_torch.rules import resolve
-from sepc_torch.verdict import verdict
+from sepc_torch.model.kernels import judging
+from sepc_torch.model.kernels.tables import rule_tables
+from sepc_torch.model.prediction import verdict
+from sepc_torch.model.rules import resolve
 
 pytestmark = pytest.mark.gpu
 Rng = np.random.Generator

@@ -13,9 +13,9 @@ from torch import Tensor
 from waiting_checks import waiting_is_an_error
 
 from sepc_torch import TrustHead, compare
-from sepc_torch.baselines import baseline_scores
-from sepc_torch.neighbours import Neighbours
-from sepc_torch.prediction import HeadPrediction
+from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.metrics.baselines import baseline_scores
 from sepc_torch.shapes import Array
 
 pytestmark = pytest.mark.gpu

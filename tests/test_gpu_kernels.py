@@ -7,7 +7,7 @@ import pytest
 import torch
 from ellipsoid_banks import bank_of
 
-from sepc_torch.bank import EllipsoidBank
+from sepc_torch.model.bank import EllipsoidBank
 
 pytestmark = pytest.mark.gpu
 Rng = np.random.Generator

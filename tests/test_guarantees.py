@@ -15,7 +15,7 @@ from scipy.stats import binom
 from torch import Tensor
 from waiting_checks import waiting_is_an_error
 
-from sepc_torch.guarantees import (
+from sepc_torch.head.conformal import (
     RiskThreshold,
     binomial_tail,
     check_calibration,
@@ -287,8 +287,8 @@ def test_p_values_compile_and_the_import_is_light() -> None:
     script = textwrap.dedent(
         """
         import sys, torch
-        from sepc_torch.guarantees import ClassCalibration, class_calibration, class_p_value
-        from sepc_torch.guarantees import p_value_from_sorted, sorted_calibration
+        from sepc_torch.head.conformal import ClassCalibration, class_calibration, class_p_value
+        from sepc_torch.head.conformal import p_value_from_sorted, sorted_calibration
         assert "scipy" not in sys.modules
 
         class Judge(torch.nn.Module):

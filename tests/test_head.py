@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import Prediction, TrustHead
-from sepc_torch.prediction import HeadPrediction
-from sepc_torch.projection import default_dim, fit_projection
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.head.projection import default_dim, fit_projection
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

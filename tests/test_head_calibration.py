@@ -14,8 +14,8 @@ from scipy.stats import binom
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.calibration import Calibrated
-from sepc_torch.prediction import HeadPrediction
+from sepc_torch.head.calibration import Calibrated
+from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

@@ -13,9 +13,10 @@ from overlapping_classes import batch, draw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sepc_torch import SEPC, TrustHead, head, neighbours, projection
-from sepc_torch.prediction import HeadPrediction
-from sepc_torch.projection import Normalize, fit_projection
+from sepc_torch import SEPC, TrustHead, head, projection
+from sepc_torch.head import neighbours
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.head.projection import Normalize, fit_projection
 
 Rng = np.random.Generator
 

@@ -16,8 +16,8 @@ import scipy.sparse
 import torch
 
 from sepc_torch import landscape, partition
-from sepc_torch.inputs import check_choice, training_set
-from sepc_torch.separating import Separator
+from sepc_torch.data.arrays import check_choice, training_set
+from sepc_torch.partitioning.algorithm import Separator
 
 ROOT = Path(__file__).resolve().parent.parent
 X = np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]])
@@ -171,7 +171,7 @@ SCRIPT = f"""
 import json
 import numpy as np
 from sepc_torch import partition
-from sepc_torch.separating import Separator
+from sepc_torch.partitioning.algorithm import Separator
 class Begun(Exception): pass
 def begin(*_): raise Begun("the work began")
 Separator.separate = begin

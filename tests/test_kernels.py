@@ -18,11 +18,11 @@ import torch
 from ellipsoid_banks import bank_of
 from ellipsoid_models import model_of
 
-from sepc_torch.bank import EllipsoidBank
-from sepc_torch.kernels.bounds import spectral_bound
-from sepc_torch.kernels.judging import Kernels, kernels_for
-from sepc_torch.kernels.splitting import TOP, split
-from sepc_torch.kernels.tables import rule_tables
+from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.model.kernels.bounds import spectral_bound
+from sepc_torch.model.kernels.judging import Kernels, kernels_for
+from sepc_torch.model.kernels.splitting import TOP, split
+from sepc_torch.model.kernels.tables import rule_tables
 
 Rng = np.random.Generator
 
@@ -111,8 +111,8 @@ def test_decisions_compile_for_a_gpu(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sepc_torch.kernels import overlapping
-    from sepc_torch.kernels.resolving import _program_shape, _resolve
+    from sepc_torch.model.kernels import overlapping
+    from sepc_torch.model.kernels.resolving import _program_shape, _resolve
 
     shape = _program_shape(rows, ellipsoids, classes, most_words=5, heavy_words=1, digits=9)._asdict()
     options = {"num_warps": shape.pop("warps"), "maxnreg": 255}
@@ -128,7 +128,7 @@ def test_decisions_compile_for_a_gpu(
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_overlap_where_the_chip_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sepc_torch.kernels import overlapping
+    from sepc_torch.model.kernels import overlapping
 
     chips = {0: (8, 0), 1: (9, 0), 2: (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", chips.__getitem__)
@@ -142,7 +142,7 @@ def test_kernels_overlap_where_the_chip_can(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_kernel_is_launched_again_only_for_arguments_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compiled is kept by all that the arguments differ in, and launched on the current stream."""
-    from sepc_torch.kernels import launching
+    from sepc_torch.model.kernels import launching
 
     seen: list[tuple[object, ...]] = []
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from sepc_torch import Ellipsoid, MVELayer, minimum_volume_ellipsoid
 from sepc_torch.layers import RefittedEllipsoid
-from sepc_torch.layers.forms import FlooredForm, Form, PlainForm
+from sepc_torch.layers.dual import FlooredForm, Form, PlainForm
 from sepc_torch.layers.implicit import solve
-from sepc_torch.layers.interior import Solution, crossover, interior_point, screened
+from sepc_torch.layers.interior_point import Solution, crossover, interior_point, screened
 from sepc_torch.layers.mve import at_least_one, at_least_zero
-from sepc_torch.layers.whitening import whiten
+from sepc_torch.layers.native import whiten
 
 Rng = np.random.Generator
 
@@ -627,10 +627,10 @@ def test_refuses_bad_points(rng: Rng) -> None:
 @pytest.mark.filterwarnings("ignore:Solved/Inaccurate:UserWarning")  # all that diffcp says of it
 def test_an_answer_that_is_not_optimal_is_refused(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Diffcp raises nothing when SCS stops early."""
-    from sepc_torch.layers import stated
+    from sepc_torch.layers import cvxpylayers_backend
 
     layer, z = MVELayer(40, 4, backend="cvxpylayers"), gaussian(rng, 2, 40, 4)
-    monkeypatch.setitem(stated._SOLVER, "max_iters", 5)
+    monkeypatch.setitem(cvxpylayers_backend._SOLVER, "max_iters", 5)
     with pytest.raises(RuntimeError, match="SCS failed or gave an answer that does not pass the checks"):
         layer(z)
 

@@ -8,14 +8,14 @@ import torch
 
 from sepc_torch import partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
-from sepc_torch.ledger import RESOLUTION, Ledger, ledger
+from sepc_torch.partitioning.cells import RESOLUTION, Ledger, ledger
 from sepc_torch.shapes import Array
 
 
 @pytest.fixture(params=["numpy", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device | None:
     """NumPy, or torch on a device, where a few ellipsoids are a batch."""
-    monkeypatch.setattr("sepc_torch.ledger._BATCH", 3000)
+    monkeypatch.setattr("sepc_torch.partitioning.cells._BATCH", 3000)
     return None if request.param == "numpy" else torch.device(request.param)
 
 

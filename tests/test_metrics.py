@@ -221,7 +221,7 @@ def test_classes_gather_over_processes(rng: Rng) -> None:
         """
         import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
         from sepc_torch.metrics import aurc
-        from sepc_torch.metrics.classes import AURC
+        from sepc_torch.metrics.torchmetrics import AURC
 
         def work(rank, path):
             dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sepc_torch import MinimumVolumeEllipsoid, minimum_volume_ellipsoid
-from sepc_torch.affine_hull import affine_hull
 from sepc_torch.shapes import Array
-from sepc_torch.solvers.design import Design, LogDeterminant, Variances, enclosure, inverse_root
-from sepc_torch.solvers.interior import interior_point
+from sepc_torch.solvers.affine_hull import affine_hull
+from sepc_torch.solvers.d_optimal import Design, LogDeterminant, Variances, enclosure, inverse_root
+from sepc_torch.solvers.interior_point import interior_point
 from sepc_torch.solvers.minimum_volume import lifted
 from sepc_torch.solvers.newton import Solve
 

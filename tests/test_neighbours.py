@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch import neighbours, ops
-from sepc_torch.neighbours import Neighbours
+from sepc_torch.head import neighbours
+from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
 
@@ -96,8 +97,8 @@ def test_pieces_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
     near = Neighbours(points, codes)
     whole = near(z)
     for rows in (1, 7, 332, 333):
-        monkeypatch.setattr(ops, "CPU_BYTES", rows * len(points) * 8)
-        assert ops.rows_per_piece(z, len(points)) == rows
+        monkeypatch.setattr(torch_ops, "CPU_BYTES", rows * len(points) * 8)
+        assert torch_ops.rows_per_piece(z, len(points)) == rows
         assert torch.allclose(near(z), whole, rtol=1e-12)
 
 
@@ -150,7 +151,7 @@ def test_compilers_see_one_node(sizes: str) -> None:
     script = textwrap.dedent(
         """
         import torch
-        from sepc_torch.neighbours import Neighbours
+        from sepc_torch.head.neighbours import Neighbours
 
         sizes = SIZES
         codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

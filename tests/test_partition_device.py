@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sepc_torch import Partition, TrustHead, partition
-from sepc_torch.evidence import pieces_of
-from sepc_torch.ledger import RESOLUTION
+from sepc_torch.head.evidence import pieces_of
+from sepc_torch.partitioning.cells import RESOLUTION
 from sepc_torch.shapes import Array
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

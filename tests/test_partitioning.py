@@ -17,7 +17,7 @@ from sklearn.datasets import load_breast_cancer, load_iris, make_circles, make_m
 
 from sepc_torch import Ellipsoid, Kind, Partition, partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.partition_record import PartitionEllipsoid
+from sepc_torch.partitioning.record import PartitionEllipsoid
 from sepc_torch.shapes import Array
 
 FAMILIES = ["clouds", "grid", "repeated", "constant", "dependent", "units"]

@@ -10,17 +10,17 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid
-from sepc_torch.programs import (
+from sepc_torch.shapes import Array
+from sepc_torch.solvers.minimum_volume import minimum_volume
+from sepc_torch.solvers.programs import (
     ProgramError,
     distance_to_ellipsoid,
     ellipsoids_intersect,
     intersection_ellipsoid,
     minimum_volume_ellipsoid,
     reduced_hull_points,
-    solving,
+    solve,
 )
-from sepc_torch.shapes import Array
-from sepc_torch.solvers.minimum_volume import minimum_volume
 from sepc_torch.solvers.reduced_hull import closest_points
 
 # Log-volumes agree to 1e-6 per dimension. Near the optimum a volume is flat, so shapes and weights are known to no more
@@ -61,7 +61,7 @@ def assert_same_ellipsoid(a: Ellipsoid, b: Ellipsoid) -> None:
 
 def attempt(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> None:
     """Have every program solved with these settings, one after the other."""
-    monkeypatch.setattr(solving, "_attempts", lambda _solver, _accuracy: list(settings))
+    monkeypatch.setattr(solve, "_attempts", lambda _solver, _accuracy: list(settings))
 
 
 class TestMinimumVolume:

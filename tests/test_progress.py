@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from sepc_torch import partition, progress
-from sepc_torch.progress import Bar, Choice
+from sepc_torch import partition
+from sepc_torch.data import progress
+from sepc_torch.data.progress import Bar, Choice
 
 
 class Screen(io.StringIO):
@@ -100,7 +101,7 @@ def test_every_point_is_counted_once(rng: np.random.Generator, monkeypatch: pyte
         def advance(self, units: int) -> None:
             steps.append(units)
 
-    monkeypatch.setattr("sepc_torch.partitioning.Bar", Counting)
+    monkeypatch.setattr("sepc_torch.partitioning.fit.Bar", Counting)
     partition(rng.normal(size=(60, 2)), np.arange(60) % classes)
     assert totals == [60]
     assert sum(steps) == 60

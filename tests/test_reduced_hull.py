@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sepc_torch import reduced_hull_points
-from sepc_torch.geometry import ReducedHullPoints
+from sepc_torch.ellipsoid import ReducedHullPoints
 from sepc_torch.shapes import Array
 from sepc_torch.solvers.reduced_hull import closest_points
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ellipsoid_models import model_of
 
-from sepc_torch.kernels import tables
-from sepc_torch.kernels.tables import (
+from sepc_torch.model.kernels import tables
+from sepc_torch.model.kernels.tables import (
     GUIDE,
     LOW_DIGITS,
     PAGE,
@@ -26,7 +26,7 @@ from sepc_torch.kernels.tables import (
     part,
     rule_tables,
 )
-from sepc_torch.trust import bayes_trust
+from sepc_torch.model.trust import bayes_trust
 
 Rng = np.random.Generator
 
@@ -238,7 +238,7 @@ def test_no_table_is_larger_than_foreseen(
 
 def test_large_tables_are_not_merged(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     sepc = model_of(rng, 7, 2, 3)
-    monkeypatch.setattr("sepc_torch.kernels.tables._MOST_MERGED", sepc.reach.numel() - 1)
+    monkeypatch.setattr("sepc_torch.model.kernels.tables._MOST_MERGED", sepc.reach.numel() - 1)
     tables = rule_tables(sepc.training_counts, sepc.totals)
     assert not tables.merged
     assert "merged" not in laid_out(sepc.training_counts, sepc.totals)[1]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from sepc_torch import SEPC, Kind, Partition, Rule, ops, partition
+from sepc_torch import SEPC, Kind, Partition, Rule, partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.ledger import ledger
-from sepc_torch.partition_record import PartitionEllipsoid
-from sepc_torch.rules import NEAREST_TIE
+from sepc_torch.model import torch_ops
+from sepc_torch.model.rules import NEAREST_TIE
+from sepc_torch.partitioning.cells import ledger
+from sepc_torch.partitioning.record import PartitionEllipsoid
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -199,6 +200,6 @@ def test_lengths_that_overflow_are_long() -> None:
     """Of an ellipsoid whose distance float32 cannot compute nothing is known but that it is far: never NaN."""
     centers, axes, lengths = torch.zeros(2, 2), torch.eye(2).expand(2, 2, 2), torch.tensor([[1e12, 1e12], [1e9, 1e9]])
     z = torch.tensor([[1e27, 0.0], [1e15, 0.0]])
-    found = ops.euclidean_distances(z, centers, axes, lengths, torch.tensor([True, True]))
+    found = torch_ops.euclidean_distances(z, centers, axes, lengths, torch.tensor([True, True]))
     assert (found[0] > 1e26).all()
     assert torch.allclose(found[1], torch.tensor([1e15 - 1e12, 1e15 - 1e9]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch import SEPC, Partition, Prediction, Rule, bayes_trust, partition
+from sepc_torch.data.files import write
 from sepc_torch.shapes import Array
-from sepc_torch.storage import write
 
 Rng = np.random.Generator
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sepc_torch import Partition, partition, storage
+from sepc_torch import Partition, partition
+from sepc_torch.data import files as storage
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from synthetic_models import synthetic, training_counts
 
 from sepc_torch import Rule
 from sepc_torch.ellipsoid import Ellipsoid
-from sepc_torch.ledger import ledger
+from sepc_torch.partitioning.cells import ledger
 
 
 # Fewer points than the ledger keeps of a class, and more.

@@ -22,9 +22,9 @@ are taken anew from the result: no point outside, every point that carries weigh
 
 from __future__ import annotations
 
-from sepc_torch.layers.hulls import ClosestPoints, RCHLayer
+from sepc_torch.layers.ellipsoids import RefittedEllipsoid
 from sepc_torch.layers.loss import EllipsoidLoss, LossTerms
 from sepc_torch.layers.mve import MVELayer
-from sepc_torch.layers.record import RefittedEllipsoid
+from sepc_torch.layers.reduced_hulls import ClosestPoints, RCHLayer
 
 __all__ = ["ClosestPoints", "EllipsoidLoss", "LossTerms", "MVELayer", "RCHLayer", "RefittedEllipsoid"]

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.layers.forms import Form, PlainForm
-from sepc_torch.layers.interior import (
+from sepc_torch.layers.dual import Form, PlainForm
+from sepc_torch.layers.interior_point import (
     Solution,
     crossover,
     gather_active,
@@ -71,7 +71,7 @@ def _replaced(found: Solution, index: Tensor, by: Solution) -> Solution:
 
 def _one_by_one(y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> Solution:
     """The offline solver's designs, to a gap of 1e-9; a set that defeats its arithmetic comes back without weights."""
-    from sepc_torch.solvers.design import Design  # with SciPy, which a machine that solves on its GPU need not have
+    from sepc_torch.solvers.d_optimal import Design  # with SciPy, which a machine that solves on its GPU need not have
 
     count, points, dim = y.shape
     u, s = np.zeros((count, points)), np.ones((count, points))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.layers.ellipsoids import RefittedEllipsoid
 from sepc_torch.layers.mve import Backend, MVELayer, at_least_one, at_least_zero, refuse_transforms
-from sepc_torch.layers.record import RefittedEllipsoid
 from sepc_torch.shapes import Bool, Float, Int
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.layers import native
-from sepc_torch.layers.record import RefittedEllipsoid
-from sepc_torch.layers.whitening import Whitening, whiten
+from sepc_torch.layers.ellipsoids import RefittedEllipsoid
+from sepc_torch.layers.native import Whitening, whiten
 from sepc_torch.shapes import Bool, Float
 
 Backend = Literal["native", "cvxpylayers"]
@@ -120,9 +120,9 @@ class MVELayer(nn.Module):
             raise ValueError(self._flatness(white, mask))
         if self.backend == "native":
             return native.fit(z, mask, white, self.smoothing, self.floor)
-        from sepc_torch.layers import stated  # with cvxpylayers, an extra
+        from sepc_torch.layers import cvxpylayers_backend  # with cvxpylayers, an extra
 
-        return stated.fit(z, mask, white, self.points)
+        return cvxpylayers_backend.fit(z, mask, white, self.points)
 
     def _check(self, z: Tensor, mask: Tensor | None) -> None:
         refuse_transforms(type(self).__name__)

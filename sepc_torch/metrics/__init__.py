@@ -1,6 +1,6 @@
 """Metrics of trust: does a score rank mistakes, find unknowns, and mean what it says?
 
-Functions of tensors, in O(n log n), exact for scores with ties. :mod:`sepc_torch.metrics.classes` has the same as
+Functions of tensors, in O(n log n), exact for scores with ties. :mod:`sepc_torch.metrics.torchmetrics` has the same as
 torchmetrics classes.
 """
 

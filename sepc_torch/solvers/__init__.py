@@ -1,7 +1,7 @@
 """Specialised, certified solvers of the paper's programs, beside their cvxpy statements.
 
 Every function takes ``solver="native"`` (the default, this package) or the name of an installed cvxpy solver such as
-``"CLARABEL"``, which runs the statement in :mod:`sepc_torch.programs`.
+``"CLARABEL"``, which runs the statement in :mod:`sepc_torch.solvers.programs`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid
-from sepc_torch.geometry import ReducedHullPoints
+from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid, ReducedHullPoints
 from sepc_torch.shapes import Array, Float
 from sepc_torch.solvers.minimum_volume import minimum_volume
 from sepc_torch.solvers.reduced_hull import closest_points
@@ -53,7 +52,7 @@ def minimum_volume_ellipsoid(
                 f"{found.gap:.1e}, above tol={tol:.1e}. Ask for no more than that, or give a floor for thin sets."
             )
         return found
-    from sepc_torch import programs
+    from sepc_torch.solvers import programs
 
     return programs.minimum_volume_ellipsoid(z, solver=solver, tol=tol, floor=floor)
 
@@ -88,7 +87,7 @@ def reduced_hull_points(
         )
     if solver == NATIVE:
         return closest_points(x, y, max(cap, least))
-    from sepc_torch import programs
+    from sepc_torch.solvers import programs
 
     return programs.reduced_hull_points(x, y, cap=max(cap, least), solver=solver)
 
@@ -104,7 +103,7 @@ def ellipsoids_intersect(first: Ellipsoid, second: Ellipsoid, *, solver: str = N
         raise ValueError(f"The ellipsoids live in {first.dim} and {second.dim} dimensions; both need the same.")
     if solver == NATIVE:
         return first.intersects(second)
-    from sepc_torch import programs
+    from sepc_torch.solvers import programs
 
     return programs.ellipsoids_intersect(first, second, solver=solver)
 
@@ -121,7 +120,7 @@ def distance_to_ellipsoid(ellipsoid: Ellipsoid, z: ArrayLike, *, solver: str = N
         raise ValueError(f"z has {z.shape[1]} features, the ellipsoid {ellipsoid.dim}.")
     if solver == NATIVE:
         return ellipsoid.euclidean_distance(z)
-    from sepc_torch import programs
+    from sepc_torch.solvers import programs
 
     return programs.distance_to_ellipsoid(ellipsoid, z, solver=solver)
 

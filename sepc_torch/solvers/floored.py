@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sepc_torch.affine_hull import stretched
 from sepc_torch.ellipsoid import MinimumVolumeEllipsoid, triangular_whitener
 from sepc_torch.shapes import Array, Bool, Float, Int
-from sepc_torch.solvers.interior import Objective, interior_point
+from sepc_torch.solvers.affine_hull import stretched
+from sepc_torch.solvers.interior_point import Objective, interior_point
 from sepc_torch.solvers.newton import Solve, factored_system
 
 _MAX_ROUNDS = 40

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sepc_torch.affine_hull import AffineHull, cover, in_flattening_hull
 from sepc_torch.ellipsoid import MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Float, Int
-from sepc_torch.solvers.design import Design, inverse_root
+from sepc_torch.solvers.affine_hull import AffineHull, cover, in_flattening_hull
+from sepc_torch.solvers.d_optimal import Design, inverse_root
 from sepc_torch.solvers.floored import floored_minimum_volume
 
 # Weights below this share of the largest carry nothing; dropping them leaves the certificate, taken afterwards, valid.

@@ -2,7 +2,7 @@ r"""The minimum-volume ellipsoid of a set, computed only as far as the questions
 
 The partition mostly asks yes-or-no questions: do more than so many points of another class lie inside, do two
 ellipsoids meet? A coarse design with its enclosure :math:`E_- \subseteq E_\star \subseteq E_+`
-(:mod:`sepc_torch.solvers.design`) answers nearly all of them; what it leaves open is refined, and the answer is
+(:mod:`sepc_torch.solvers.d_optimal`) answers nearly all of them; what it leaves open is refined, and the answer is
 always that of the exact ellipsoid.
 """
 
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sepc_torch.affine_hull import AffineHull, affine_hull, thickness
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, MinimumVolumeEllipsoid, whitened_norms
 from sepc_torch.shapes import Array, Bool, Float, Int
-from sepc_torch.solvers.design import Bounds, Design, inverse_root
+from sepc_torch.solvers.affine_hull import AffineHull, affine_hull, thickness
+from sepc_torch.solvers.d_optimal import Bounds, Design, inverse_root
 from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volume
 
 # Gaps at which open questions are looked at again; after the last the exact ellipsoid costs hardly more.

@@ -11,7 +11,7 @@ mean instead of a band: a reduced hull that contains the other's closest point s
 cost.
 
 Within the band Wolfe's min-norm-point method needs nothing but the selection and ends after finitely many steps. In
-many dimensions these are many; there an interior point (:mod:`sepc_torch.solvers.capped`) goes first, and Wolfe's
+many dimensions these are many; there an interior point (:mod:`sepc_torch.solvers.capped_weights`) goes first, and Wolfe's
 method stops at once. Where ties leave the interior point undecided, it has the word alone.
 """
 
@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 from scipy.linalg.lapack import dgelsy, dposv
 
-from sepc_torch.geometry import ReducedHullPoints
+from sepc_torch.ellipsoid import ReducedHullPoints
 from sepc_torch.shapes import Array, Bool, Float, Int
-from sepc_torch.solvers.capped import nearest_combination
+from sepc_torch.solvers.capped_weights import nearest_combination
 
 # Half the band, in points: enough for the D + 1 free points of an optimum and for the threshold to wander.
 _HALF_BAND = 300

@@ -1,0 +1,3 @@
+"""Alias of :mod:`sepc_torch.training`."""
+
+from sepc_torch.training import *  # noqa: F403

@@ -1,0 +1,267 @@
+"""Tables in files: CSV, Parquet and NPZ in, CSV and Parquet out, and the tables of a scored set (extra ``cli``).
+
+Whatever is wrong with a file is a ``ValueError`` or ``OSError`` of one line that names the file and, where there is
+one, the row (counted from 0) and the column.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from sepc_torch.data.files import replacing
+from sepc_torch.data.text_table import text_table
+from sepc_torch.model.prediction import Prediction
+from sepc_torch.model.rules import Rule
+from sepc_torch.shapes import Array, Float, Int
+
+READABLE = (".csv", ".csv.gz", ".parquet", ".npz")
+WRITABLE = (".csv", ".parquet")
+# Names that a message spells out; the rest is counted.
+_NAMED = 8
+# What the readers raise for files that are cut off, of another format, or compressed wrongly.
+_BROKEN = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, pd.errors.ParserWarning)
+
+
+class Table(NamedTuple):
+    """What a file holds: its columns, by name; whether the names are its own; and where an NPZ file keeps labels."""
+
+    path: Path
+    frame: pd.DataFrame
+    named: bool = True
+    label: str | None = None
+
+
+def read_table(path: Path) -> Table:
+    """Read a CSV, Parquet or NPZ file, told apart by its suffix.
+
+    An NPZ file holds ``X`` (N, D) and optionally ``y`` (N,) and ``feature_names`` (D,); features without names are
+    called x0, x1, and so on, and the labels are the column ``y``.
+    """
+    suffix = _suffix(path, READABLE, "read")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {str(path)!r}.")
+    try:
+        table = _read_npz(path) if suffix == ".npz" else Table(path, _read_frame(path, suffix))
+    except PermissionError:
+        raise PermissionError(f"{str(path)!r} may not be read by this user.") from None
+    except _BROKEN as error:
+        kind = suffix.removeprefix(".").removesuffix(".gz").upper()
+        raise ValueError(f"{str(path)!r} is not a usable {kind} file ({_reason(error)}).") from error
+    if table.frame.empty:
+        raise ValueError(f"{str(path)!r} holds no rows.")
+    twice = table.frame.columns[table.frame.columns.duplicated()]
+    if len(twice):
+        raise ValueError(f"{str(path)!r} has more than one column {twice[0]!r}; rename them.")
+    return table
+
+
+def numbers(table: Table, columns: Sequence[str], rows: Sequence[int] | None = None) -> Float[Array, "N D"]:
+    """The named columns as float64, all rows or some; a cell that is no finite number is an error that names it."""
+    frame = table.frame if rows is None else table.frame.iloc[list(rows)]
+    return np.stack([_numbers(table.path, frame[column]) for column in columns], axis=1)
+
+
+def labels(table: Table, column: str) -> Array:
+    """The labels in a column; none may be missing."""
+    require(table, [column])
+    series = table.frame[column]
+    missing = np.flatnonzero(series.isna().to_numpy())
+    if len(missing):
+        raise ValueError(
+            f"{str(table.path)!r}, row {missing[0]}, column {column!r}: the label is missing "
+            f"({len(missing)} rows in all). Label those rows or drop them."
+        )
+    return series.to_numpy()
+
+
+def require(table: Table, columns: Sequence[str]) -> None:
+    """Refuse a table that lacks some of the columns, and say what it has."""
+    missing = [column for column in columns if column not in table.frame.columns]
+    if missing:
+        few = "column" if len(missing) == 1 else "columns"
+        has = named(list(table.frame.columns))
+        raise ValueError(f"{str(table.path)!r} has no {few} {named(missing)}; it has {has}.")
+
+
+def named(names: Sequence[str]) -> str:
+    """Names for a message, the first few of them.
+
+    >>> named(["a", "b"])
+    "'a', 'b'"
+    """
+    more = len(names) - _NAMED
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def check_writable(path: Path, suffixes: Sequence[str]) -> None:
+    """Refuse, before any work, an output that could not be written after it."""
+    _suffix(path, suffixes, "write")
+    if path.is_dir():
+        raise IsADirectoryError(f"Cannot write {str(path)!r}: it is a folder.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r}.")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"Cannot write {str(path)!r}: this user may not write to {str(path.parent)!r}.")
+
+
+def write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV or Parquet, by suffix: whole or not at all."""
+    suffix = _suffix(path, WRITABLE, "write")
+    with replacing(path) as temporary:
+        if suffix == ".parquet":
+            frame.to_parquet(temporary, index=False)
+        else:
+            frame.to_csv(temporary, index=False)
+
+
+def scored_table(out: Prediction, classes: Sequence[Any]) -> pd.DataFrame:
+    """A prediction as a table with the user's labels and the rules' names."""
+    names = pd.Series(list(classes))
+    return pd.DataFrame(
+        {
+            "label": names[out.label.numpy()].to_numpy(),
+            "trust": out.trust.numpy(),
+            "rule": np.array([rule.name for rule in sorted(Rule)])[out.rule.numpy()],
+            "distance": out.distance.numpy(),
+            "margin": out.margin.numpy(),
+            "runner_up": names[out.runner_up.numpy()].to_numpy(),
+        }
+    )
+
+
+class Share(NamedTuple):
+    """Some of the scored points: how many, what share of all, and how many of their labels are right, where known."""
+
+    points: int
+    share: float
+    accuracy: float | None
+
+
+class Summary(NamedTuple):
+    """A scored set in few numbers; accepted are the points inside an ellipsoid with at least the wanted trust."""
+
+    threshold: float
+    everything: Share
+    accepted: Share
+    rules: dict[str, Share]
+
+    def __str__(self) -> str:
+        rows = [[name, *_cells(share)] for name, share in self.rules.items()]
+        rows += [["all", *_cells(self.everything)], [f"trust >= {self.threshold:g}, inside", *_cells(self.accepted)]]
+        return text_table(["rule", "points", "share", "accuracy"], rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rules = {name: share._asdict() for name, share in self.rules.items()}
+        return {
+            "threshold": self.threshold,
+            "points": self.everything.points,
+            "accuracy": self.everything.accuracy,
+            "accepted": self.accepted.points,
+            "coverage": self.accepted.share,
+            "accepted_accuracy": self.accepted.accuracy,
+            "rules": rules,
+        }
+
+
+def summary(out: Prediction, truth: Int[Array, "B"] | None = None, threshold: float = 0.95) -> Summary:
+    """Count a prediction by rule and by trust, and compare it with the true classes (as indices) where known."""
+    right = None if truth is None else out.label.numpy() == truth
+    rule = out.rule.numpy()
+
+    def share(chosen: Array) -> Share:
+        count = int(chosen.sum())
+        accuracy = None if right is None or count == 0 else float(right[chosen].mean())
+        return Share(count, count / max(len(chosen), 1), accuracy)
+
+    accepted = ~out.abstain(threshold, outside=True).numpy()
+    return Summary(
+        threshold,
+        share(np.ones(len(rule), dtype=bool)),
+        share(accepted),
+        {name.name: share(rule == int(name)) for name in Rule},
+    )
+
+
+def _cells(share: Share) -> list[object]:
+    return [share.points, f"{share.share:.1%}", "" if share.accuracy is None else f"{share.accuracy:.1%}"]
+
+
+def _suffix(path: Path, known: Sequence[str], verb: str) -> str:
+    for suffix in known:
+        if path.name.lower().endswith(suffix):
+            return suffix
+    raise ValueError(f"Cannot {verb} {str(path)!r}: its name must end in {' or '.join(known)}.")
+
+
+def _read_frame(path: Path, suffix: str) -> pd.DataFrame:
+    if suffix == ".parquet":
+        frame = pd.read_parquet(path).reset_index(drop=True)
+    else:
+        with warnings.catch_warnings():
+            # More cells in a row than in the header: pandas would shift or drop columns and only warn.
+            warnings.simplefilter("error", pd.errors.ParserWarning)
+            frame = pd.read_csv(path, index_col=False, low_memory=False)
+    return frame.set_axis([str(column) for column in frame.columns], axis=1)
+
+
+def _read_npz(path: Path) -> Table:
+    with path.open("rb") as stream:
+        # No pickle: an NPZ file from somewhere else must not run code here.
+        file = np.load(stream, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("it holds a single array without a name")
+        if "X" not in file.files:
+            raise ValueError(f"it needs an array 'X' and has {named(file.files)}")
+        points = file["X"]
+        targets = file["y"] if "y" in file.files else None
+        given = file["feature_names"] if "feature_names" in file.files else None
+    if points.ndim != 2:
+        raise ValueError(f"X must have shape (points, features), it has {points.shape}")
+    names = [f"x{j}" for j in range(points.shape[1])] if given is None else [str(name) for name in given.ravel()]
+    if len(names) != points.shape[1]:
+        raise ValueError(f"X has {points.shape[1]} columns and feature_names {len(names)} names")
+    frame = pd.DataFrame(points, columns=names)
+    if targets is None:
+        return Table(path, frame, named=given is not None)
+    if targets.shape != (len(points),):
+        raise ValueError(f"X has {len(points)} rows and y has shape {targets.shape}")
+    if "y" in names:
+        raise ValueError("it has labels y and a feature of that name; rename the feature")
+    return Table(path, frame.assign(y=targets), named=given is not None, label="y")
+
+
+def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
+    kind = series.dtype.kind
+    if kind in "fiub":
+        values = series.to_numpy(dtype=np.float64, na_value=np.nan)
+        wrong = np.zeros(len(values), dtype=bool)
+    elif kind == "O":
+        values = pd.to_numeric(series.astype(object), errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+        wrong = np.isnan(values) & series.notna().to_numpy()
+    else:
+        raise ValueError(f"{str(path)!r}, column {series.name!r} holds {series.dtype}, not real numbers. Leave it out.")
+    bad = np.flatnonzero(wrong) if wrong.any() else np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        where = f"{str(path)!r}, row {series.index[bad[0]]}, column {series.name!r}"
+        if wrong.any():
+            raise ValueError(
+                f"{where}: {series.iloc[bad[0]]!r} is not a number ({len(bad)} such cells in the column). "
+                "Correct it, or leave the column out."
+            )
+        what = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite"
+        raise ValueError(f"{where}: the {what} ({len(bad)} such cells in the column). Fill it in or drop the row.")
+    return values
+
+
+def _reason(error: Exception | Warning) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

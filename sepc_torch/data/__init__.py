@@ -1,0 +1,1 @@
+"""Checked arrays in, files and text out, progress bars."""

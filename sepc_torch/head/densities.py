@@ -1,0 +1,148 @@
+r"""The density of every class, from the regions that a partition found in it.
+
+A region is a group of training points: a whole class, or those of its points that one ellipsoid holds. Taken as a
+sample of a Gaussian with unknown mean and covariance, the n points of a region predict the next one by Student's
+multivariate t, whose contours are ellipsoids again. The prior of the covariance is the spread within all regions, with
+the least weight that leaves it an expectation; so a region of few points borrows its shape from the others, and there
+is nothing to tune. The density of a class is half that of the whole and half that of its pieces:
+
+.. math:: p(z, c) = \tfrac12 \frac{N_c}{N} t_c(z) + \tfrac12 \sum_{k \in c} \frac{n_k}{\sum_j n_j} t_k(z).
+
+One region a class and a strong prior would be linear discriminant analysis, no prior quadratic discriminant analysis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.shapes import Array, Float, Int
+
+# Share of the mean variance within regions that every direction has at least: a direction in which no region varies
+# would otherwise decide everything. The second is for regions that are single points, in units of the total variance.
+_LEAST_VARIANCE = 1e-3
+_LEAST_SHARE = 1e-6
+
+
+class RegionDensities(nn.Module):
+    r"""Log densities :math:`\log p(z, c)` of points under every class, from Student's t of its regions.
+
+    Args:
+        bank: The ellipsoid :math:`(z - \mu_k)^\top S_k^{-1} (z - \mu_k) \le 1` of every region's t.
+        log_weight: Of every region, the constant of its t included.
+        freedom: Degrees of freedom of every t.
+        codes: The class of every region.
+    """
+
+    log_weight: Tensor
+    freedom: Tensor
+    codes: Tensor
+
+    def __init__(
+        self,
+        bank: EllipsoidBank,
+        log_weight: Float[Tensor, "K"],
+        freedom: Float[Tensor, "K"],
+        codes: Int[Tensor, "K"],
+    ) -> None:
+        super().__init__()
+        self.bank = bank
+        self.register_buffer("log_weight", log_weight)
+        self.register_buffer("freedom", freedom)
+        self.register_buffer("codes", codes)
+        self._count_classes()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    def _count_classes(self) -> None:
+        self.classes = int(self.codes.max()) + 1
+
+    def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
+        """The log density of each point under each class."""
+        distance = self.bank(points)
+        freedom = self.freedom.to(distance.dtype)
+        power = (freedom + self.bank.dim) / 2
+        each = self.log_weight.to(distance.dtype) - power * torch.log1p(distance.square() / freedom)
+        count = points.shape[0]  # not len(), which an exporter takes for a constant
+        codes = self.codes.expand(count, -1)
+        # Of every class its own maximum first: far from all points the sum of exponentials would be zero.
+        most = each.new_full((count, self.classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
+        share = torch.exp(each - most.gather(1, codes))
+        return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
+
+
+def _after_loading(module: RegionDensities, _keys: Any) -> None:
+    module._count_classes()
+
+
+def fit_densities(
+    points: Float[Array, "N R"], codes: Int[Array, "N"], pieces: Int[Array, "N"], dtype: torch.dtype = torch.float32
+) -> RegionDensities:
+    """Learn the densities of labelled points.
+
+    Args:
+        points: Training points, of unit variance in every direction.
+        codes: Their classes.
+        pieces: The piece of its class that each point belongs to, any number unique to the piece; -1 for none.
+        dtype: Of the result.
+
+    >>> points = np.array([[0.0], [0.2], [0.1], [2.0], [2.2], [2.1]])
+    >>> densities = fit_densities(points, np.array([0, 0, 0, 1, 1, 1]), np.full(6, -1))
+    >>> densities(torch.tensor([[0.1], [2.1]])).argmax(dim=1).tolist()
+    [0, 1]
+    """
+    levels = [_students(points, codes)]
+    inside = pieces >= 0
+    if inside.any():
+        kept, piece = np.unique(pieces[inside], return_inverse=True)
+        levels.append(_students(points[inside], piece))
+        owner = np.zeros(len(kept), dtype=np.int64)
+        owner[piece] = codes[inside]
+    else:
+        owner = np.zeros(0, dtype=np.int64)
+    means, whiteners, weights, freedom = (np.concatenate(parts) for parts in zip(*levels, strict=True))
+    return RegionDensities(
+        EllipsoidBank(torch.from_numpy(means), torch.from_numpy(whiteners)).to(dtype),
+        torch.from_numpy(weights - math.log(len(levels))).to(dtype),
+        torch.from_numpy(freedom).to(dtype),
+        torch.from_numpy(np.concatenate([np.arange(len(means) - len(owner)), owner])),
+    )
+
+
+def _students(
+    points: Float[Array, "N R"], group: Int[Array, "N"]
+) -> tuple[Float[Array, "K R"], Float[Array, "K R R"], Float[Array, "K"], Float[Array, "K"]]:
+    r"""Mean, whitener, log weight and degrees of freedom of the predictive t of every group.
+
+    With the prior :math:`\Sigma \sim W^{-1}(\Psi_0, \nu_0)`, :math:`\nu_0 = R + 2`, whose mean :math:`\Psi_0` is the
+    spread within groups, n points with scatter :math:`S` predict with :math:`\nu = n + \nu_0 - R + 1` degrees of
+    freedom and the scale :math:`\frac{n + 1}{n \nu} (\Psi_0 + S)`.
+    """
+    dim = points.shape[1]
+    size = np.bincount(group)
+    means = np.zeros((len(size), dim))
+    np.add.at(means, group, points)
+    means /= size[:, None]
+    spread = points - means[group]
+    prior = spread.T @ spread / max(len(points) - len(size), 1)
+    prior += (_LEAST_VARIANCE * np.trace(prior) / dim + _LEAST_SHARE) * np.eye(dim)
+    freedom = size + 3.0
+    whiteners = np.empty((len(size), dim, dim))
+    weights = np.empty(len(size))
+    order = np.argsort(group, kind="stable")
+    for k, rows in enumerate(np.split(order, size.cumsum()[:-1])):
+        scatter = spread[rows].T @ spread[rows]
+        factor = np.linalg.cholesky((prior + scatter) * (size[k] + 1) / (size[k] * freedom[k]))
+        whiteners[k] = np.linalg.inv(factor)
+        weights[k] = (
+            math.log(size[k] / len(points))
+            + math.lgamma((freedom[k] + dim) / 2)
+            - math.lgamma(freedom[k] / 2)
+            - dim / 2 * math.log(freedom[k] * math.pi)
+            - float(np.log(np.diag(factor)).sum())
+        )
+    return means, whiteners, weights, freedom

@@ -1,0 +1,184 @@
+r"""The distance to the nearest training point of every class, among points that were kept as witnesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.model import torch_ops
+from sepc_torch.shapes import Float, Int
+
+# More classes than this are searched in groups: copying the products then takes less time than so many calls.
+_MANY_CLASSES = 32
+
+
+class Neighbours(nn.Module):
+    """Kept points of every class, and the distance to the nearest of each.
+
+    Points are kept relative to an ``origin`` in their midst: products of numbers far from zero would lose digits.
+
+    Args:
+        points: The points (N, D), relative to ``origin`` where that is given.
+        codes: Their classes, in ascending order, none left out.
+        origin: The origin (D,); by default the mean.
+        persistent: Whether files and checkpoints hold the points.
+
+    >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
+    >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
+    tensor([[1., 3.]])
+    """
+
+    origin: Tensor
+    offsets: Tensor
+    codes: Tensor
+    half_squares: Tensor
+    slots: Tensor
+    columns: Tensor
+
+    def __init__(
+        self,
+        points: Float[Tensor, "N D"],
+        codes: Int[Tensor, "N"],
+        origin: Float[Tensor, "D"] | None = None,
+        *,
+        persistent: bool = True,
+    ) -> None:
+        super().__init__()
+        if origin is None:
+            origin = points.mean(dim=0) if len(points) else points.new_zeros(points.shape[1])
+            points = points - origin
+        self.register_buffer("origin", origin, persistent=persistent)
+        self.register_buffer("offsets", points, persistent=persistent)
+        self.register_buffer("codes", codes, persistent=persistent)
+        self._derive()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    @property
+    def points(self) -> Float[Tensor, "N D"]:
+        """The kept points in the caller's coordinates."""
+        return self.origin + self.offsets
+
+    def _derive(self) -> None:
+        """What follows from the points. Where each class ends are plain numbers: nothing waits for a GPU to tell."""
+        self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
+        self.register_buffer("half_squares", self.offsets.square().sum(dim=1) / 2, persistent=False)
+        groups = _group(self.ends if len(self.ends) > _MANY_CLASSES else [])
+        self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
+        self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
+        self.shapes = groups.shapes
+
+    def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
+        """Euclidean distance to the nearest kept point of each class."""
+        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
+        offset = z.detach().to(dtype) - self.origin.to(dtype)
+        points, half_squares = self.offsets.to(dtype), self.half_squares.to(dtype)
+        return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
+        before = self.offsets.dtype
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.offsets.dtype != before:
+            self._derive()  # in the digits of the new dtype, as reading them from a file would
+        return moved
+
+
+def _after_loading(module: Neighbours, _keys: Any) -> None:
+    module._derive()
+
+
+class _Groups(NamedTuple):
+    """Classes of like size, that are searched together.
+
+    ``slots`` says which point stands in every place of every class, group after group, ``shapes`` how many classes a
+    group has and how many places each, and ``columns`` where in that order each class is found. A class with fewer
+    points than places repeats its last, which changes no minimum.
+    """
+
+    slots: Int[Tensor, "n"]
+    columns: Int[Tensor, "C"]
+    shapes: list[int]
+
+
+def _group(ends: list[int]) -> _Groups:
+    """Classes grouped by the power of two that their size comes up to, so that less than half of a group repeats.
+
+    >>> _group([1, 5, 8])
+    _Groups(slots=tensor([0, 1, 2, 3, 4, 5, 6, 7, 7]), columns=tensor([0, 1, 2]), shapes=[1, 1, 2, 4])
+    """
+    starts = [0, *ends[:-1]]
+    members: dict[int, list[int]] = {}
+    for c, (start, end) in enumerate(zip(starts, ends, strict=False)):
+        members.setdefault((end - start - 1).bit_length(), []).append(c)
+    slots, shapes = [torch.zeros(0, dtype=torch.int64)], []
+    for group in members.values():
+        first, last = (torch.tensor([where[c] for c in group]).unsqueeze(1) for where in (starts, ends))
+        width = int((last - first).max())
+        slots.append(torch.minimum(first + torch.arange(width), last - 1).flatten())
+        shapes += [len(group), width]
+    order = torch.tensor([c for group in members.values() for c in group], dtype=torch.int64)
+    return _Groups(torch.cat(slots), order.argsort(), shapes)
+
+
+def _class_nearest(
+    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+) -> Tensor:
+    r"""By one product, :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, then the difference to the point found.
+
+    The product alone would lose the digits of short distances; the point it finds is the nearest up to rounding.
+    """
+    best = torch.empty(len(z), len(ends), dtype=torch.int64, device=z.device)
+    rows = torch_ops.rows_per_piece(z, len(points) + len(slots))
+    with torch_ops.full_precision(z):
+        for start in range(0, len(z), rows):
+            closeness = torch.addmm(half_squares, z[start : start + rows], points.T, beta=-1)
+            if shapes:
+                best[start : start + rows] = _best_together(closeness, slots, columns, shapes)
+            else:
+                best[start : start + rows] = _best_of_each(closeness, ends)
+    out = z.new_empty(best.shape)
+    rows = torch_ops.rows_per_piece(z, best.shape[1] * z.shape[1])
+    for start in range(0, len(z), rows):
+        apart = points[best[start : start + rows]]
+        apart -= z[start : start + rows].unsqueeze(1)
+        out[start : start + rows] = torch.linalg.vector_norm(apart, dim=2)
+    return out
+
+
+def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
+    """The closest point of every class, one class after the other."""
+    found = closeness.new_empty(len(closeness), len(ends), dtype=torch.int64)
+    first = 0
+    for c, end in enumerate(ends):
+        found[:, c] = closeness[:, first:end].argmax(dim=1).add_(first)
+        first = end
+    return found
+
+
+def _best_together(
+    closeness: Float[Tensor, "b N"], slots: Int[Tensor, "n"], columns: Int[Tensor, "C"], shapes: list[int]
+) -> Int[Tensor, "b C"]:
+    """The closest point of every class, all classes of a group at once."""
+    found, first = [], 0
+    for count, width in zip(shapes[::2], shapes[1::2], strict=True):
+        places = slots[first : first + count * width]
+        first += count * width
+        best = closeness.index_select(1, places).view(-1, count, width).argmax(dim=2)
+        found.append(places[best + width * torch.arange(count, device=best.device)])
+    return torch.cat(found, dim=1).index_select(1, columns)
+
+
+def _class_nearest_shape(
+    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+) -> Tensor:
+    return z.new_empty(z.shape[0], len(ends))
+
+
+_nearest = torch_ops.operator(
+    "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
+    "int[] shapes) -> Tensor",
+    _class_nearest,
+    _class_nearest_shape,
+)

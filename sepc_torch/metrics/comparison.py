@@ -1,0 +1,108 @@
+"""The table of scores and metrics that ``compare`` makes, and how it prints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sepc_torch.data.text_table import text_table
+from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.shapes import Array, Int
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class _Column(NamedTuple):
+    """How a metric is printed: its title, a factor, decimals, and whether more is better."""
+
+    title: str
+    factor: float
+    decimals: int
+    more: bool
+
+
+# By the names of the functions in sepc_torch.metrics.
+_COLUMNS = {
+    "aurc": _Column("AURC x1000", 1000.0, 2, more=False),
+    "naurc": _Column("NAURC", 1.0, 3, more=False),
+    "failure_auroc": _Column("AUROC mistakes", 1.0, 3, more=True),
+    "ece": _Column("ECE", 1.0, 3, more=False),
+    "unknown_auroc": _Column("AUROC unknowns", 1.0, 3, more=True),
+    "fpr95": _Column("FPR95", 1.0, 3, more=False),
+    "scod_aurc": _Column("SCOD-AURC x1000", 1000.0, 2, more=False),
+}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """What :func:`~sepc_torch.compare` found; ``print`` shows it as a table with the best of every column marked.
+
+    Attributes:
+        rows: One dictionary per score: its name under ``"score"``, then a float under the name of every metric, as
+            :mod:`sepc_torch.metrics` computes it (the table shows AURC times 1000). NaN where a score has no such
+            metric, or no mistake defines it.
+        accuracy: Share of the judged rows whose network label is right.
+        judged: Which rows of the test set were judged, in ascending order.
+        unknown: How many unknown rows were judged.
+        caption: Two lines that say what was judged, and how to read the table.
+        head: The calibrated head, ready to use.
+    """
+
+    rows: list[dict[str, Any]]
+    accuracy: float
+    judged: Int[Array, "B"]
+    unknown: int
+    caption: str
+    head: TrustHead
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The metrics, by name."""
+        return tuple(self.rows[0])[1:]
+
+    def best(self, column: str) -> str:
+        """The name of the best score of a column; of equals, the one that stands first."""
+        if column not in self.columns:
+            raise ValueError(f"There is no column {column!r}; this comparison has {', '.join(self.columns)}.")
+        value = self._best_value(column)
+        if value is None:
+            raise ValueError(
+                f"No score has a value in column {column!r}: it takes mistakes and right labels, and the network's "
+                f"accuracy is {self.accuracy:.0%} on the judged rows."
+            )
+        return str(next(row["score"] for row in self.rows if row[column] == value))
+
+    def _best_value(self, column: str) -> float | None:
+        values = [row[column] for row in self.rows if not math.isnan(row[column])]
+        return (max if _COLUMNS[column].more else min)(values, default=None)
+
+    def __repr__(self) -> str:
+        return (
+            f"Comparison({len(self.rows)} scores, {len(self.judged)} test rows, {self.unknown} unknown rows, "
+            f"accuracy {self.accuracy:.3f})"
+        )
+
+    def __str__(self) -> str:
+        shown = []
+        for name in self.columns:
+            title, factor, decimals, _ = _COLUMNS[name]
+            best = self._best_value(name)
+            cells = [title + " "]
+            for row in self.rows:
+                value = row[name]
+                text = "-" if math.isnan(value) else f"{factor * value:.{decimals}f}"
+                cells.append(text + ("*" if value == best else " "))
+            width = max(map(len, cells))
+            shown.append([cell.rjust(width) for cell in cells])
+        header, *lines = zip(*shown, strict=True)
+        names = [row["score"] for row in self.rows]
+        table = text_table(["score", *header], [[name, *line] for name, line in zip(names, lines, strict=True)])
+        return f"{table}\n\n{self.caption}"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame with a row per score and a column per metric (pandas must be installed)."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows).set_index("score")

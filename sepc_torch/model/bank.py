@@ -1,0 +1,162 @@
+r"""A bank of ellipsoids as a torch module: (B, D) points to (B, K) distances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.data.arrays import check_choice
+from sepc_torch.model import torch_ops
+from sepc_torch.model.buffers import at_least_float32
+from sepc_torch.model.device_sync import warm_up
+from sepc_torch.model.kernels import Kernel, Split, fused_distances, possible, split
+from sepc_torch.shapes import Float
+
+
+class PrincipalAxes(NamedTuple):
+    """Centres (K, D), unit directions (K, D, D) as rows and semi-axes (K, D) of ellipsoids."""
+
+    centers: Float[Tensor, "K D"]
+    directions: Float[Tensor, "K D D"]
+    lengths: Float[Tensor, "K D"]
+
+
+class EllipsoidBank(nn.Module):
+    r"""Distances :math:`d_k(z) = \|W_k (z - c_k)\|` to K ellipsoids at once.
+
+    Centres and whiteners are buffers: they move with ``.to()`` and are saved, but nothing trains them. Distances
+    are computed in the wider of the input's and the module's dtype, and never below float32: ``.half()`` moves the
+    module but keeps float32, and autocast is off inside.
+
+    Points and centres are taken relative to an ``origin`` in their midst, so that data far from zero (a year, a
+    time stamp) lose no digits in float32 beyond those of the points themselves.
+
+    Args:
+        centers: Centres :math:`c_k` (K, D), relative to ``origin`` where that is given.
+        whiteners: Whiteners :math:`W_k` (K, D, D).
+        origin: The origin (D,); by default one is chosen.
+        kernel: ``"torch"`` for plain torch operators, ``"triton"`` for one fused kernel on CUDA in float32 that gives
+            distances of the same accuracy, ``"auto"`` for the kernel wherever it can run.
+
+    >>> import torch
+    >>> bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.stack([torch.eye(2), 0.5 * torch.eye(2)]))
+    >>> bank(torch.tensor([[1.0, 0.0]]))
+    tensor([[1., 1.]])
+    """
+
+    origin: Tensor
+    offsets: Tensor
+    whiteners: Tensor
+
+    def __init__(
+        self,
+        centers: Float[Tensor, "K D"],
+        whiteners: Tensor,
+        origin: Float[Tensor, "D"] | None = None,
+        *,
+        kernel: Kernel = "auto",
+    ) -> None:
+        super().__init__()
+        count, dim = centers.shape
+        check_choice("kernel", kernel, get_args(Kernel))
+        if whiteners.shape != (count, dim, dim):
+            raise ValueError(
+                f"{count} centres in {dim} dimensions need whiteners of shape {(count, dim, dim)}, "
+                f"got {tuple(whiteners.shape)}."
+            )
+        if origin is None:
+            # A number that float32 holds exactly: subtracting it from a float32 point nearby rounds nothing.
+            origin = centers.mean(dim=0).float().to(centers.dtype)
+            centers = centers - origin
+        self.register_buffer("origin", origin)
+        self.register_buffer("offsets", centers)
+        self.register_buffer("whiteners", whiteners)
+        self.kernel: Kernel = kernel
+        self.prepared: Split | None = None
+        self._prepare()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    @property
+    def centers(self) -> Float[Tensor, "K D"]:
+        """The centres in the caller's coordinates."""
+        return self.origin + self.offsets
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.offsets.shape[1]
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0]
+
+    def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
+        r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
+        if (prepared := self.prepared_for(z)) is not None:
+            return fused_distances(z, self.origin, self.offsets, self.whiteners, prepared)
+        z = self.relative(z)
+        if self.kernel == "triton":
+            raise RuntimeError(
+                f"kernel='triton' runs on a CUDA device in float32 with Triton installed; the bank is in "
+                f"{self.offsets.dtype} on {self.offsets.device}, z in {z.dtype}. Move both, or choose kernel='auto'."
+            )
+        return torch_ops.distances(z, self.offsets.to(z.dtype), self.whiteners.to(z.dtype))
+
+    def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
+        """The semi-axes, and centres relative to the origin, with each feature divided by its scale."""
+        _, inverse, directions = torch.linalg.svd(self.whiteners.double() * scale.double())
+        dtype = self.whiteners.dtype
+        return PrincipalAxes((self.offsets / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
+
+    def prepared_for(self, z: Tensor) -> Split | None:
+        """The ellipsoids as the kernel reads them, if it takes points like these; a clear error if they are none."""
+        self._check(z)
+        if self.prepared is None or not z.is_cuda or self.prepared.centers.device != z.device:
+            return None
+        return self.prepared if torch.promote_types(z.dtype, torch.float32) == torch.float32 else None
+
+    def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
+        """Points relative to the origin, in the wider of their own and the module's dtype, or a clear error."""
+        self._check(z)
+        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
+        return z.to(dtype) - self.origin.to(dtype)
+
+    def _check(self, z: Any) -> None:
+        if not isinstance(z, Tensor):
+            raise TypeError(f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor, or predict for arrays.")
+        if z.dim() != 2 or z.shape[1] != self.dim:
+            raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.")
+        if not z.is_floating_point():
+            raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
+        if z.device != self.offsets.device:
+            raise ValueError(f"z is on {z.device} and the ellipsoids on {self.offsets.device}; move one with .to().")
+
+    def warmup(self, *rows: int) -> float:
+        """Compile the kernel for batches of these sizes now; returns the seconds it took.
+
+        By default they are 1 and 4096, on CUDA also 32 768.
+        """
+        return warm_up(self, self.offsets, rows)
+
+    def _prepare(self) -> None:
+        """What the kernel reads follows from the buffers: derived again when they move or change, saved nowhere."""
+        wanted = self.kernel != "torch" and possible(self.offsets)
+        self.prepared = split(self.offsets, self.whiteners) if wanted else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "prepared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
+        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        self._prepare()
+        return moved
+
+
+def _after_loading(bank: EllipsoidBank, _keys: Any) -> None:
+    bank._prepare()

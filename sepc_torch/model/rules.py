@@ -1,0 +1,122 @@
+r"""Which rule fires for a point, what label it gives, and which training points vouch for it.
+
+======================  =====================================  ==================================================
+rule                    the point lies                         label
+======================  =====================================  ==================================================
+``Rule.SINGLE``   R1    in exactly one ellipsoid               that ellipsoid's
+``Rule.OVERLAP``  R2a   in several                             majority of the training points in all of them
+``Rule.UNION``    R2b   in several whose intersection holds    majority of the training points in any of them
+                        no training point, or a tie
+``Rule.OUTSIDE``  R3    in none                                of the nearest, expanded to touch the point
+======================  =====================================  ==================================================
+
+Exactly one fires. A tie in the union goes to the tied class whose ellipsoid is nearest. Ellipsoids equally near to
+a point outside are all expanded, and it is then in several.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.model import torch_ops
+from sepc_torch.shapes import Bool, Float, Int
+
+# Ellipsoids whose distances differ by less, relatively, are equally near: float32's rounding of a distance, tenfold.
+NEAREST_TIE = 1e-6
+
+
+class Rule(IntEnum):
+    """The rule that gave a label."""
+
+    SINGLE = 0
+    OVERLAP = 1
+    UNION = 2
+    OUTSIDE = 3
+
+
+class TrainingCounts(NamedTuple):
+    """What the rules know of the training set.
+
+    ``codes`` (K,) are the classes of the ellipsoids, ``cells`` (P, K) and ``counts`` (P, C) the regions with their
+    training points, ``held`` (K, C) the points in each ellipsoid, ``reach`` (K, C, Q) and ``ranks`` (C, Q) those in
+    its expansions.
+    """
+
+    codes: Int[Tensor, "K"]
+    cells: Bool[Tensor, "P K"]
+    counts: Int[Tensor, "P C"]
+    held: Int[Tensor, "K C"]
+    reach: Float[Tensor, "K C Q"]
+    ranks: Int[Tensor, "C Q"]
+
+
+class Resolution(NamedTuple):
+    """Label (B,) and rule (B,) of every point, the ellipsoid nearest to it (B,), and the counts (B, C) that vouch."""
+
+    label: Int[Tensor, "B"]
+    rule: Int[Tensor, "B"]
+    nearest: Int[Tensor, "B"]
+    counts: Int[Tensor, "B C"]
+
+
+def resolve(
+    distance: Float[Tensor, "B K"], training: TrainingCounts, nearness: Float[Tensor, "B K"] | None = None
+) -> Resolution:
+    """Apply the rules to a batch.
+
+    Args:
+        distance: Mahalanobis distance of every point to every ellipsoid.
+        training: The counts of the training set.
+        nearness: What "nearest" means for points outside; by default the distance itself.
+    """
+    nearness = distance if nearness is None else nearness
+    inside = distance <= 1.0 + SURFACE_TOLERANCE
+    held_by = inside.sum(dim=1)
+    outside, single = held_by == 0, held_by == 1
+    own = inside.to(torch.uint8).argmax(dim=1)
+    nearest = torch.where(outside, nearness.argmin(dim=1), distance.argmin(dim=1))
+    tied = nearness <= nearness.amin(dim=1, keepdim=True) * (1.0 + NEAREST_TIE)
+    alone = single | (outside & (tied.sum(dim=1) == 1))
+
+    regions = torch_ops.region_counts(inside, training.cells, training.counts)
+    expanded = torch_ops.expanded_counts(
+        distance, nearness, outside, training.reach.to(distance.dtype), training.ranks, SURFACE_TOLERANCE, NEAREST_TIE
+    )
+    several = torch.where(outside[:, None], expanded, regions)
+    narrow, wide = torch.where(single[:, None], training.held[own], several)
+    by_narrow, by_wide = decided(narrow), decided(wide)
+    majority = torch.where(
+        by_narrow,
+        narrow.argmax(dim=1),
+        torch.where(by_wide, wide.argmax(dim=1), _nearest_of_tied(wide, class_distance(distance, training))),
+    )
+    label = torch.where(alone, training.codes[torch.where(single, own, nearest)], majority)
+    in_several = torch.where(by_narrow, int(Rule.OVERLAP), int(Rule.UNION))
+    rule = torch.where(outside, int(Rule.OUTSIDE), torch.where(single, int(Rule.SINGLE), in_several))
+    counts = torch.where((alone | by_narrow)[:, None], narrow, wide)
+    return Resolution(label, rule, nearest, counts)
+
+
+def class_distance(distance: Float[Tensor, "B K"], training: TrainingCounts) -> Float[Tensor, "B C"]:
+    """Distance of every point to the nearest ellipsoid of every class; infinite for a class without one."""
+    classes = training.counts.shape[1]
+    start = torch.full((distance.shape[0], classes), torch.inf, dtype=distance.dtype, device=distance.device)
+    return start.scatter_reduce(1, training.codes.expand(distance.shape), distance, "amin")
+
+
+def decided(counts: Int[Tensor, "B C"]) -> Bool[Tensor, "B"]:
+    """Whether one class has more points than every other."""
+    most = counts.amax(dim=1, keepdim=True)
+    return (counts == most).sum(dim=1) == 1
+
+
+def _nearest_of_tied(counts: Int[Tensor, "B C"], near: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
+    """Among the classes with the most points, the one with the nearest ellipsoid."""
+    tied = counts == counts.amax(dim=1, keepdim=True)
+    # Infinity twice over, so that a tied class without an ellipsoid still comes before one that is not tied.
+    return torch.where(tied, near.clamp_max(torch.finfo(near.dtype).max), torch.inf).argmin(dim=1)

@@ -1,0 +1,397 @@
+r"""SEP-C frozen into a torch module: points in, label, trust and reason out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.data import files
+from sepc_torch.data.arrays import check_choice, usable_device
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.model import torch_ops
+from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.model.buffers import at_least_float32, resize_buffers
+from sepc_torch.model.device_sync import may_look, warm_up
+from sepc_torch.model.explanation import Described, Explanation, explain_rows
+from sepc_torch.model.kernels import Kernel, available
+from sepc_torch.model.kernels.judging import Kernels, decide, judge, kernels_for
+from sepc_torch.model.kernels.tables import addressable
+from sepc_torch.model.prediction import Prediction, bad_rows, differentiable, from_columns, verdict
+from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad
+from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
+from sepc_torch.model.trust import posterior
+from sepc_torch.partitioning.record import Partition
+from sepc_torch.shapes import Bool, Float, Int
+
+Nearest = Literal["mahalanobis", "euclidean"]
+NanPolicy = Literal["raise", "flag"]
+
+
+class SEPC(nn.Module):
+    r"""The paper's classifier with a fixed partition: buffers only, nothing to train, no training point inside.
+
+    Make one with :meth:`from_partition` or :meth:`load`.
+
+    On a CUDA device kernels decide for the whole batch, with memory for a bounded piece of it, and the host does not
+    wait: not at all with ``nan_policy="flag"`` and ``nearest="mahalanobis"``. To raise an error for NaN, or for given
+    labels that are no indices, it must look at values. Large batches are screened first in float16, with bounds that
+    leave no decision to chance: every field is what it would be without; setting ``screen`` to False leaves that out.
+
+    >>> import torch
+    >>> from sepc_torch import Rule, partition
+    >>> part = partition([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]], [0, 0, 0, 1, 1, 1])
+    >>> sepc = SEPC.from_partition(part)
+    >>> out = sepc(torch.tensor([[0.3, 0.3], [4.0, 4.0]]))
+    >>> out.label.tolist(), [Rule(r).name for r in out.rule.tolist()], out.trust.tolist()
+    ([0, 1], ['SINGLE', 'OUTSIDE'], [1.0, 1.0])
+    """
+
+    codes: Tensor
+    cells: Tensor
+    counts: Tensor
+    held: Tensor
+    reach: Tensor
+    ranks: Tensor
+    totals: Tensor
+    scale: Tensor
+    axis_centers: Tensor
+    axis_directions: Tensor
+    axis_lengths: Tensor
+
+    def __init__(
+        self,
+        bank: EllipsoidBank,
+        training_counts: TrainingCounts,
+        totals: Int[Tensor, "C"],
+        scale: Float[Tensor, "D"],
+        *,
+        classes: list[Any],
+        feature_names: tuple[str, ...] | None = None,
+        nearest: Nearest = "mahalanobis",
+        nan_policy: NanPolicy = "raise",
+        made: Mapping[str, Any] | None = None,
+        screen: bool = True,
+    ) -> None:
+        super().__init__()
+        check_choice("nearest", nearest, get_args(Nearest))
+        check_choice("nan_policy", nan_policy, get_args(NanPolicy))
+        self.bank = bank
+        for name, tensor in training_counts._asdict().items():
+            self.register_buffer(name, tensor)
+        self.register_buffer("totals", totals)
+        self.register_buffer("scale", scale)
+        self.classes = list(classes)
+        self.feature_names = feature_names
+        self.nearest: Nearest = nearest
+        self.nan_policy: NanPolicy = nan_policy
+        self.made = dict(made or {})
+        self.screen = screen
+        self._find_axes()
+        self._lay_out()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    def _find_axes(self) -> None:
+        """Euclidean distance needs the principal axes; they follow from the rest, so no file holds them."""
+        if self.nearest == "euclidean":
+            axes = self.bank.principal_axes(self.scale)
+            for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
+                self.register_buffer(name, tensor, persistent=False)
+
+    def _lay_out(self) -> None:
+        """What the kernels read follows from the buffers: derived again when they move or change, saved nowhere."""
+        self._kernels: Kernels | None = None
+        if self.bank.kernel != "torch" and available(self.codes) and addressable(self.training_counts):
+            self._kernels = kernels_for(
+                self.bank.offsets, self.bank.whiteners, self.bank.prepared, self.training_counts, self.totals
+            )
+
+    @classmethod
+    def from_partition(
+        cls,
+        partition: Partition,
+        nearest: Nearest = "mahalanobis",
+        *,
+        nan_policy: NanPolicy = "raise",
+        dtype: torch.dtype = torch.float32,
+        kernel: Kernel = "auto",
+    ) -> SEPC:
+        """Freeze a partition.
+
+        Args:
+            partition: What :func:`~sepc_torch.partition` found.
+            nearest: How a point outside every ellipsoid finds the nearest: by Mahalanobis distance, which comes for
+                free, or by Euclidean distance, the paper's convex program (solved for the whole batch).
+            nan_policy: What to do with rows that hold NaN: ``"raise"``, or ``"flag"`` them with label -1 and trust 0.
+            dtype: float32, or float64 for the accuracy of the partition itself.
+            kernel: ``"torch"`` leaves out the CUDA kernels for distances and decisions; otherwise as in
+                :class:`~sepc_torch.model.bank.EllipsoidBank`.
+        """
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"dtype must be torch.float32 or torch.float64, got {dtype}: distances need that accuracy."
+            )
+        ledger = partition.ledger
+        cells, counts = torch.from_numpy(ledger.cells), torch.from_numpy(ledger.counts)
+        training = TrainingCounts(
+            codes=torch.from_numpy(partition.codes),
+            cells=cells,
+            counts=counts,
+            held=torch.from_numpy(np.stack([e.counts for e in partition.ellipsoids])),
+            reach=torch.from_numpy(ledger.reach).to(dtype),
+            ranks=torch.from_numpy(ledger.ranks),
+        )
+        bank = EllipsoidBank(
+            torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])),
+            torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])),
+            kernel=kernel,
+        ).to(dtype)
+        if not all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers()):
+            raise ValueError(
+                f"The ellipsoids leave the range of {dtype}; scale the features, or use dtype=torch.float64."
+            )
+        return cls(
+            bank,
+            training,
+            torch.from_numpy(partition.class_counts),
+            torch.from_numpy(partition.scale).to(dtype),
+            classes=partition.classes.tolist(),
+            feature_names=partition.feature_names,
+            nearest=nearest,
+            nan_policy=nan_policy,
+            made=partition.made,
+        )
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.bank.dim
+
+    @property
+    def training_counts(self) -> TrainingCounts:
+        """The counts of the training set that the rules use."""
+        return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.reach, self.ranks)
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        return (
+            f"{len(self.bank)} ellipsoids, {len(self.classes)} classes, {self.dim} features, "
+            f"{len(self.cells)} cells, nearest={self.nearest!r}"
+        )
+
+    def forward(self, z: Tensor, label: Tensor | None = None) -> Prediction:
+        """Label, trust and reason for a batch.
+
+        Args:
+            z: Points (B, D).
+            label: Labels (B,) given by someone else, as indices into ``classes``. Trust, margin and runner-up then
+                judge these, while rule, region and distance are the point's own; the returned label is the given one.
+        """
+        own, given = self.judge(z, label)
+        return own if label is None else given
+
+    def judge(self, z: Tensor, label: Tensor | None = None, *, checked: bool = False) -> tuple[Prediction, Prediction]:
+        """The prediction for the model's own label and, in the same place, for the given one (by default the same).
+
+        With ``checked`` the given labels are known to be indices: nothing waits for a GPU to say so.
+        """
+        if label is not None:
+            label = label.long() if checked else self._indices(label, z)
+        kernels = self._kernels
+        # A copy of the module for another device, or read from a file on one, brings tables from where it was.
+        if kernels is None or getattr(z, "device", None) != kernels.tables.words.device or not z.is_cuda:
+            own, given = self._by_torch(z, label)
+        else:
+            own, given = self._by_kernel(z, label, kernels)
+        if self.nan_policy == "raise":
+            self._refuse(own.label < 0, z.dtype)
+        return own, given
+
+    def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
+        distance, found = self._resolve(z)
+        own = self._verdict(distance, found, found.label)
+        return own, own if label is None else self._verdict(distance, found, label)
+
+    def _verdict(self, distance: Float[Tensor, "B K"], found: Resolution, label: Int[Tensor, "B"]) -> Prediction:
+        return verdict(distance, found, self.training_counts, self.totals, label)
+
+    def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
+        differentiates = torch.is_grad_enabled() and z.requires_grad
+        if self.bank.prepared_for(z) is not None and self.nearest == "mahalanobis" and not differentiates:
+            return from_columns(*judge(z, label, self.bank.origin, kernels, screening=self.screen), label)
+        distance = self.bank(z)
+        own, given = from_columns(*decide(distance.detach(), self._nearness(z, distance), label, kernels), label)
+        if differentiates:
+            own, given = (differentiable(judged, distance, self.training_counts) for judged in (own, given))
+        return own, given
+
+    def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
+        """The probability of every class given the point's region, the point counted as ``label``, by default its own.
+
+        The label of the rules is usually, but not always, the likeliest class: in a tie the union decides, and
+        Bayes' formula weighs counts by the size of the classes.
+        """
+        distance, found = self._resolve(z)
+        bad = self._refuse(bad_rows(distance), z.dtype)
+        judged = found.label if label is None else self._indices(label, z)
+        return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
+
+    def _indices(self, label: Any, z: Tensor) -> Int[Tensor, "B"]:
+        return class_indices(label, self.classes, z.shape[0], self.codes.device)
+
+    def _resolve(self, z: Tensor) -> tuple[Float[Tensor, "B K"], Resolution]:
+        distance = self.bank(z)
+        return distance, resolve(distance.detach(), self.training_counts, self._nearness(z, distance))
+
+    def _nearness(self, z: Tensor, distance: Float[Tensor, "B K"]) -> Float[Tensor, "B K"] | None:
+        if self.nearest == "mahalanobis":
+            return None
+        dtype = distance.dtype
+        wanted = (distance > 1.0 + SURFACE_TOLERANCE).all(dim=1)
+        axes = (tensor.to(dtype) for tensor in (self.axis_centers, self.axis_directions, self.axis_lengths))
+        return torch_ops.euclidean_distances(self.bank.relative(z.detach()) / self.scale.to(dtype), *axes, wanted)
+
+    def _refuse(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
+        """Rows without a distance raise an error, if that is the policy, and are handed back to be flagged if not.
+
+        An error has to know: on a GPU this waits. A graph, compiled or captured, cannot stop halfway: there every
+        policy flags.
+        """
+        if self.nan_policy == "raise" and may_look(bad):
+            refuse_bad(bad, dtype)
+        return bad
+
+    def warmup(self, *rows: int) -> float:
+        """Compile the kernels and take the memory for batches of these sizes now, not with the first request.
+
+        Args:
+            rows: Sizes of batches, by default 1 and 4096, on CUDA also 32 768. Sizes of like magnitude share their
+                kernels.
+
+        Returns:
+            The seconds it took.
+
+        >>> from sepc_torch import partition
+        >>> sepc = SEPC.from_partition(partition([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1]))
+        >>> sepc.warmup(1, 256) > 0
+        True
+        """
+
+        def run(z: Tensor) -> None:
+            self.judge(z)
+            self.judge(z, self.codes.new_zeros(z.shape[0]), checked=True)
+
+        return warm_up(run, self.bank.offsets, rows)
+
+    @torch.no_grad()
+    def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
+        """The user's own labels for an array, list of rows or tensor, as a NumPy array; None for flagged rows."""
+        label = self(self.as_tensor(z)).label.cpu().numpy()
+        names = np.array(self.classes)
+        if (label >= 0).all():
+            return names[label]
+        return np.array([None if code < 0 else self.classes[code] for code in label], dtype=object)
+
+    @torch.no_grad()
+    def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
+        """Say why: rule, ellipsoids, counts, trust arithmetic, runner-up and features, as text and as a dict.
+
+        Args:
+            z: One point (D,) or a batch (B, D).
+            i: Which row of the batch; by default all of them, as a list.
+        """
+        points = self.as_tensor(z)
+        if points.dim() == 1:
+            if i not in (None, 0):
+                raise IndexError(f"There is no row {i}: z is a single point.")
+            points, i = points.unsqueeze(0), 0
+        if i is not None:
+            if not -len(points) <= i < len(points):
+                raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
+            points = points[i : i + 1] if i >= 0 else points[i:][:1]
+        distance, found = self._resolve(points)
+        bad = bad_rows(distance)
+        if bool(bad.any()):
+            raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
+        model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
+        rows = explain_rows(model, points, distance, found.counts, self._verdict(distance, found, found.label))
+        return rows[0] if i is not None else rows
+
+    def as_tensor(self, z: Any) -> Tensor:
+        """Points of any kind as a floating-point tensor on the model's device."""
+        return points_as_tensor(z, self.feature_names, self.codes.device, self.bank.offsets.dtype)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to a safetensors file: buffers and metadata, no pickle, no training point."""
+        state = self.state_dict()
+        arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
+        files.write(path, "sepc", arrays, self._metadata())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> SEPC:
+        """Read a model that :meth:`save` wrote, onto a device."""
+        where = usable_device(device)
+        arrays, metadata = files.read(path, "sepc")
+        return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(where)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:
+        """The model of a state dict's tensors and the metadata beside them."""
+        bank = EllipsoidBank(tensors["bank.offsets"], tensors["bank.whiteners"], tensors["bank.origin"])
+        training = TrainingCounts(**{name: tensors[name] for name in TrainingCounts._fields})
+        names = metadata["feature_names"]
+        return cls(
+            bank,
+            training,
+            tensors["totals"],
+            tensors["scale"],
+            classes=metadata["classes"],
+            feature_names=None if names is None else tuple(names),
+            nearest=metadata["nearest"],
+            nan_policy=metadata["nan_policy"],
+            made=metadata["made"],
+        )
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "classes": self.classes,
+            "feature_names": None if self.feature_names is None else list(self.feature_names),
+            "nearest": self.nearest,
+            "nan_policy": self.nan_policy,
+            "made": self.made,
+        }
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Labels and options travel in the state dict too; plain types, so ``weights_only=True`` reads them."""
+        return self._metadata()
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take over labels and options."""
+        self.classes = list(state["classes"])
+        self.feature_names = None if state["feature_names"] is None else tuple(state["feature_names"])
+        self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        resize_buffers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lay_out()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
+        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        self._lay_out()
+        return moved
+
+
+def _after_loading(module: SEPC, _keys: Any) -> None:
+    module._find_axes()
+    module._lay_out()

@@ -1,0 +1,240 @@
+"""The partition as a value: ellipsoids, hyperplanes, cells and counts, and how they were made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sepc_torch.data import files
+from sepc_torch.data.text_table import text_table
+from sepc_torch.ellipsoid import Ellipsoid, Kind
+from sepc_torch.partitioning.cells import Ledger
+from sepc_torch.shapes import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Rows of ellipsoids that print; the rest is counted.
+_PRINTED = 24
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionEllipsoid(Ellipsoid):
+    """An ellipsoid of the partition.
+
+    ``label`` is its class, ``iteration`` the round that found it, ``kind`` how; ``support`` are the rows of the
+    training set on its surface, ``covered`` the number of points it was made to cover, ``counts`` (C,) the training
+    points of each class inside, ``purity`` the share of its own class among them, and ``gap`` the certificate of
+    its volume (0 for isolated points).
+    """
+
+    label: Any
+    kind: Kind
+    iteration: int
+    support: Int[Array, "S"]
+    covered: int
+    counts: Int[Array, "C"]
+    purity: float
+    gap: float
+
+
+class PartitionHyperplane(NamedTuple):
+    r"""The hyperplanes of one iteration.
+
+    Points of ``label`` were taken beyond :math:`w^\top z = \alpha`, points of the rest before :math:`w^\top z = \beta`.
+    """
+
+    label: Any
+    iteration: int
+    w: Float[Array, "D"]
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partition:
+    r"""What :func:`~sepc_torch.partition` finds. It holds no training point.
+
+    Attributes:
+        ellipsoids: K ellipsoids in the caller's coordinates, by class and iteration; isolated points are balls.
+        hyperplanes: The pair of hyperplanes of every iteration.
+        classes: The labels (C,).
+        class_counts: Training points of each class (C,).
+        scale: The unit of each feature (D,) in which Euclidean distance is measured.
+        ledger: Cells, counts and reach; see :class:`~sepc_torch.partitioning.cells.Ledger`.
+        feature_names: Column names, where the points came with them.
+        made: Parameters, solver and versions.
+        seconds: Time spent, by step. Not part of equality nor of the file, so that equal input gives equal bytes.
+    """
+
+    ellipsoids: tuple[PartitionEllipsoid, ...]
+    hyperplanes: tuple[PartitionHyperplane, ...]
+    classes: Array
+    class_counts: Int[Array, "C"]
+    scale: Float[Array, "D"]
+    ledger: Ledger
+    feature_names: tuple[str, ...] | None
+    made: Mapping[str, Any]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> Bool[Array, "P K"]:
+        """Distinct patterns of membership among the training points."""
+        return self.ledger.cells
+
+    @property
+    def counts(self) -> Int[Array, "P C"]:
+        """Training points of each class in each cell."""
+        return self.ledger.counts
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.ellipsoids[0].dim
+
+    @property
+    def codes(self) -> Int[Array, "K"]:
+        """The class of each ellipsoid, as an index into ``classes``."""
+        position = {label: code for code, label in enumerate(self.classes.tolist())}
+        return np.array([position[e.label] for e in self.ellipsoids], dtype=np.int64)
+
+    def distances(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
+        r"""Mahalanobis distance of every point to every ellipsoid."""
+        return np.stack([e.distance(z) for e in self.ellipsoids], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.ellipsoids)
+
+    def __repr__(self) -> str:
+        return (
+            f"Partition({len(self)} ellipsoids of {len(self.classes)} classes in {self.dim} dimensions, "
+            f"{len(self.cells)} cells, {int(self.class_counts.sum())} points)"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n\n{self._class_table()}\n\n{self._ellipsoid_table()}"
+
+    def _class_table(self) -> str:
+        rows: list[list[object]] = []
+        for label, points in zip(self.classes.tolist(), self.class_counts.tolist(), strict=True):
+            kinds = [e.kind for e in self.ellipsoids if e.label == label]
+            iterations = max(e.iteration for e in self.ellipsoids if e.label == label)
+            rows.append([label, points, iterations, *(kinds.count(kind) for kind in Kind)])
+        return text_table(["class", "points", "iterations", *Kind], rows)
+
+    def _ellipsoid_table(self) -> str:
+        shown = [k for k, e in enumerate(self.ellipsoids) if e.kind is not Kind.ISOLATED]
+        rows = [
+            [k, e.label, e.iteration, str(e.kind), e.covered, int(e.counts.sum()), float(e.purity), len(e.support)]
+            for k, e in ((k, self.ellipsoids[k]) for k in shown[:_PRINTED])
+        ]
+        header = ["k", "class", "iteration", "kind", "covers", "holds", "purity", "support"]
+        more = len(shown) - _PRINTED
+        return text_table(header, rows) + (f"\n... and {more} more" if more > 0 else "")
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per ellipsoid, as a pandas DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "label": [e.label for e in self.ellipsoids],
+                "kind": [str(e.kind) for e in self.ellipsoids],
+                "iteration": [e.iteration for e in self.ellipsoids],
+                "covered": [e.covered for e in self.ellipsoids],
+                **{
+                    f"holds {label}": [int(e.counts[c]) for e in self.ellipsoids]
+                    for c, label in enumerate(self.classes.tolist())
+                },
+                "purity": [e.purity for e in self.ellipsoids],
+                "support": [len(e.support) for e in self.ellipsoids],
+                "log_volume": [e.log_volume for e in self.ellipsoids],
+                "gap": [e.gap for e in self.ellipsoids],
+            }
+        ).rename_axis("k")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Partition):
+            return NotImplemented
+        mine, theirs = self._arrays(), other._arrays()
+        same = mine.keys() == theirs.keys() and all(np.array_equal(mine[k], theirs[k]) for k in mine)
+        return same and self._metadata() == other._metadata()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the partition to a safetensors file, atomically and byte for byte reproducibly."""
+        files.write(path, "partition", self._arrays(), self._metadata())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Partition:
+        """Read a partition that :meth:`save` wrote."""
+        arrays, metadata = files.read(path, "partition")
+        classes = np.array(metadata["classes"])
+        ends = np.cumsum(arrays["support_size"])
+        ellipsoids = tuple(
+            PartitionEllipsoid(
+                center=arrays["center"][k],
+                whitener=arrays["whitener"][k],
+                label=metadata["classes"][int(arrays["code"][k])],
+                kind=Kind(kind),
+                iteration=int(arrays["iteration"][k]),
+                support=arrays["support"][ends[k] - arrays["support_size"][k] : ends[k]],
+                covered=int(arrays["covered"][k]),
+                counts=arrays["inside"][k],
+                purity=float(arrays["purity"][k]),
+                gap=float(arrays["gap"][k]),
+            )
+            for k, kind in enumerate(metadata["kinds"])
+        )
+        hyperplanes = tuple(
+            PartitionHyperplane(label, iteration, w, float(levels[0]), float(levels[1]))
+            for (label, iteration), w, levels in zip(
+                metadata["hyperplanes"], arrays["hyperplane_w"], arrays["hyperplane_levels"], strict=True
+            )
+        )
+        ledger = Ledger(arrays["cells"], arrays["counts"], arrays["reach"], arrays["ranks"])
+        names = metadata["feature_names"]
+        return cls(
+            ellipsoids,
+            hyperplanes,
+            classes,
+            arrays["class_counts"],
+            arrays["scale"],
+            ledger,
+            None if names is None else tuple(names),
+            metadata["made"],
+        )
+
+    def _arrays(self) -> dict[str, Array]:
+        es, dim = self.ellipsoids, self.dim
+        return {
+            "center": np.stack([e.center for e in es]),
+            "whitener": np.stack([e.whitener for e in es]),
+            "code": self.codes,
+            "iteration": np.array([e.iteration for e in es], dtype=np.int64),
+            "support": np.concatenate([e.support for e in es]),
+            "support_size": np.array([len(e.support) for e in es], dtype=np.int64),
+            "covered": np.array([e.covered for e in es], dtype=np.int64),
+            "inside": np.stack([e.counts for e in es]),
+            "purity": np.array([e.purity for e in es]),
+            "gap": np.array([e.gap for e in es]),
+            "hyperplane_w": np.array([h.w for h in self.hyperplanes]).reshape(-1, dim),
+            "hyperplane_levels": np.array([[h.alpha, h.beta] for h in self.hyperplanes]).reshape(-1, 2),
+            "class_counts": self.class_counts,
+            "scale": self.scale,
+            **self.ledger._asdict(),
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "classes": self.classes.tolist(),
+            "kinds": [str(e.kind) for e in self.ellipsoids],
+            "hyperplanes": [[h.label, h.iteration] for h in self.hyperplanes],
+            "feature_names": None if self.feature_names is None else list(self.feature_names),
+            "made": dict(self.made),
+        }

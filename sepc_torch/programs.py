@@ -1,0 +1,3 @@
+"""Alias of :mod:`sepc_torch.solvers.programs`."""
+
+from sepc_torch.solvers.programs import *  # noqa: F403

@@ -1,0 +1,9 @@
+"""Active learning without a framework: who is labelled, which samples to ask about next, and how a person answers."""
+
+from sepc_torch.training.annotation_files import read_answers, write_questions
+from sepc_torch.training.flagging import confirmed_disjuncts
+from sepc_torch.training.pool import LabelPool
+from sepc_torch.training.query import Candidates, choose
+from sepc_torch.training.selection import select
+
+__all__ = ["Candidates", "LabelPool", "choose", "confirmed_disjuncts", "read_answers", "select", "write_questions"]

@@ -1,0 +1,139 @@
+"""The pool as the monitor sees it: scored after each refit, asked from, and checked against what people answered."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sepc_torch.partitioning.landscape import SmallDisjunct
+from sepc_torch.shapes import Int
+from sepc_torch.training import LabelPool, confirmed_disjuncts
+from sepc_torch.training.flagging import Head, class_values
+from sepc_torch.training.lightning.distributed import Rows, gather_rows, unique_rows
+from sepc_torch.training.lightning.hooks import Capture
+from sepc_torch.training.lightning.inference_pass import embed_samples, sequential_loader
+from sepc_torch.training.lightning.refitting import BATCH_SIZE, Samples, samples_of, scrambled
+from sepc_torch.training.lightning.stage_results import judged_rows
+from sepc_torch.training.pool import View
+
+
+def find_pool(trainer: Any, module: Any, pool: Any) -> Any:
+    """What the user gave, else the ``pool_dataloader()`` of the data module or of the module, else None."""
+    if pool is not None:
+        return pool
+    for owner in (trainer.datamodule, module):
+        if isinstance(getattr(owner, "pool", None), LabelPool):
+            return owner.pool
+        if callable(getattr(owner, "pool_dataloader", None)):
+            return owner.pool_dataloader()
+    return None
+
+
+def has_pool(trainer: Any, module: Any, pool: Any) -> bool:
+    """Whether :func:`find_pool` would find one, without making a loader."""
+    return pool is not None or any(
+        isinstance(getattr(owner, "pool", None), LabelPool) or callable(getattr(owner, "pool_dataloader", None))
+        for owner in (trainer.datamodule, module)
+    )
+
+
+def label_pool(trainer: Any, module: Any, pool: Any) -> LabelPool | None:
+    """The pool that keeps record, where there is one."""
+    for candidate in (pool, getattr(trainer.datamodule, "pool", None), getattr(module, "pool", None)):
+        if isinstance(candidate, LabelPool):
+            return candidate
+    return None
+
+
+class PoolScores:
+    """The last scores of the pool, the same on every process: columns ``id``, ``emb`` and those of a judged batch."""
+
+    _warned = False
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None
+        self.head: Head | None = None
+        self.record: LabelPool | None = None
+        self.seconds = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rows": None, "head": None, "record": None, "seconds": self.seconds}
+
+    def score(
+        self,
+        trainer: Any,
+        module: Any,
+        source: Any,
+        head: Head,
+        captures: dict[str, Capture],
+        inputs: Callable[[Any], Any] | None,
+        limit: int | None,
+        record: LabelPool | None,
+    ) -> Rows:
+        """Judge the pool by a head; at most ``limit`` of its samples, others in every step.
+
+        ``record`` says who is labelled, if the samples are its own.
+        """
+        begun = time.perf_counter()
+        samples = samples_of(source, "the pool")
+        own = record is not None and isinstance(samples.dataset, View) and samples.dataset.dataset is record.eval_view
+        self.record = record if own else None
+        samples, ids = _part(samples, limit, int(trainer.global_step))
+
+        def each(_batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
+            rows = judged_rows(head, captured["emb"].to(module.device), captured.get("logits"), None)
+            return {"id": ids[positions], **captured, **rows}
+
+        rows: Rows = {}
+        if len(ids):
+            loader = sequential_loader(trainer, samples.dataset, samples.like, BATCH_SIZE)
+            rows = unique_rows(gather_rows(trainer, embed_samples(trainer, module, loader, captures, inputs, each)))
+        self.rows, self.head = rows, head
+        self.seconds = time.perf_counter() - begun
+        return rows
+
+    def waiting(self) -> Rows | None:
+        """The rows of samples that still wait for a label: some may have got one since they were scored."""
+        if not self.rows or self.record is None:
+            return self.rows
+        waits = torch.isin(self.rows["id"], self.record.pool_ids)
+        return {name: column[waits] for name, column in self.rows.items()}
+
+    def disjuncts(self, pool: LabelPool) -> tuple[SmallDisjunct, ...]:
+        """Cells in which the samples labelled since the last scores turned out to be mistakes too often.
+
+        The rows of each are ids. Labels that the pool cannot read are no reason to stop a training: none then.
+        """
+        if not self.rows or self.head is None:
+            return ()
+        ids = self.rows["id"]
+        known = pool.round_of[ids] >= 0
+        finite = self.rows["label"] >= 0
+        chosen = known & finite
+        if not bool(chosen.any()):
+            return ()
+        given = class_values(self.head)[self.rows["label"][chosen]]
+        try:
+            truth = pool.labels_of(ids[chosen])
+        except TypeError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{error} Until then new labels are not checked for confirmed mistakes.", stacklevel=2)
+            return ()
+        device = next(self.head.buffers()).device
+        found = confirmed_disjuncts(self.head, self.rows["emb"][chosen].to(device), truth, given)
+        return tuple(disjunct._replace(rows=ids[chosen].numpy()[disjunct.rows]) for disjunct in found)
+
+
+def _part(samples: Samples, limit: int | None, step: int) -> tuple[Samples, Int[Tensor, "n"]]:
+    """The samples to score, and their ids."""
+    ids = torch.arange(len(samples.dataset)) if samples.ids is None else samples.ids
+    if limit is None or len(ids) <= limit:
+        return samples, ids
+    chosen = scrambled(ids + scrambled(torch.tensor([step]))).argsort(stable=True)[:limit].sort().values
+    return samples._replace(dataset=View(samples.dataset, chosen)), ids[chosen]

@@ -1,0 +1,204 @@
+"""What one stage found: rows collected batch by batch, joined over processes, and made into a table and numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sepc_torch.shapes import Float, Int
+from sepc_torch.training.flagging import Criteria, Head, Judged, class_values, find_reasons, in_features, judge, summary
+from sepc_torch.training.lightning.batches import Ids, batch_ids, batch_labels, batch_rows, loader_list, positions_of
+from sepc_torch.training.lightning.distributed import Rows, count_repeats, gather_rows, gather_text, unique_rows
+from sepc_torch.training.lightning.hooks import Capture, read_all
+from sepc_torch.training.lightning.lightning_names import MisconfigurationException
+from sepc_torch.training.lightning.settings import Functions
+from sepc_torch.training.trust_table import TrustTable
+
+# Labels that an error names.
+_NAMED = 5
+
+
+class Found(NamedTuple):
+    """A stage's table of all samples, and its numbers."""
+
+    table: TrustTable
+    numbers: dict[str, float]
+
+
+class StageTables(dict[str, TrustTable]):
+    """Tables by stage, under the short name that is logged (``"val"``) or Lightning's own (``"validate"``).
+
+    >>> tables = StageTables(val=TrustTable.of([], {}, []))
+    >>> tables["validate"] is tables["val"]
+    True
+    """
+
+    def __missing__(self, stage: str) -> TrustTable:
+        if stage.startswith("validate") and (short := stage.replace("validate", "val", 1)) in self:
+            return self[short]
+        raise KeyError(f"No samples of {stage!r} were judged yet; there are {', '.join(self) or 'none at all'}.")
+
+
+def network_labels(head: Head, logits: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
+    """The class that the network gives each sample: the column of its largest logit, so columns must be classes."""
+    columns = logits.shape[1]
+    if columns < 2:
+        raise MisconfigurationException(
+            "logits= gives one number for each sample, and one column for each class is needed. If it is the logit of "
+            "the second of two classes, put a zero before it: logits=lambda module, batch: "
+            "torch.nn.functional.pad(module(batch[0]).view(-1, 1), (1, 0))."
+        )
+    values = class_values(head)
+    outside = values[(values < 0) | (values >= columns)].tolist()
+    if outside:
+        raise MisconfigurationException(
+            f"logits= gives {columns} columns, which stand for the classes 0 to {columns - 1}; the head was fitted to "
+            f"labels outside of these: {outside[:_NAMED]}. Number the classes from 0 in the data set, or where labels "
+            "are read: TrustMonitor(..., labels=lambda batch: torch.searchsorted(torch.tensor(classes), "
+            "batch[1].cpu())) with your classes in the order of the columns, ascending."
+        )
+    return logits.argmax(dim=1)
+
+
+def judged_rows(
+    head: Head,
+    z: Float[Tensor, "B D"],
+    logits: Float[Tensor, "B C"] | None,
+    target: Int[Tensor, "B"] | None,
+) -> Rows:
+    """A batch's columns, on the CPU."""
+    network = None if logits is None else network_labels(head, logits).to(z.device)
+    rows = {name: column.cpu() for name, column in judge(head, z, network)._asdict().items()}
+    rows = {name: column.float() if column.is_floating_point() else column.long() for name, column in rows.items()}
+    if target is not None:
+        rows["target"] = target.cpu()
+    return rows
+
+
+class Recorder:
+    """Collects the rows of one loader, batch by batch."""
+
+    def __init__(self) -> None:
+        self.parts: list[Rows] = []
+        self.names: list[str] = []
+
+    def add(self, ids: Ids, rows: Rows) -> None:
+        """The rows of a batch."""
+        n = len(rows["trust"])
+        if len(ids) != n:
+            raise MisconfigurationException(f"There are {len(ids)} ids for a batch of {n} samples; give one for each.")
+        if ids and isinstance(ids[0], str):
+            self.names += [str(name) for name in ids]
+            numbers = torch.arange(n)  # places in the text, until all are together
+        else:
+            numbers = torch.tensor(ids, dtype=torch.int64)
+        self.parts.append({"id": numbers, **rows})
+
+    def join(self, trainer: Any) -> tuple[Rows, list[str]]:
+        """The rows of all processes, each sample once, by ascending id; and the ids where they are text."""
+        shared = set.intersection(*(set(part) for part in self.parts)) if self.parts else set()
+        mine = {name: torch.cat([part[name] for part in self.parts]) for name in sorted(shared)}
+        rows = gather_rows(trainer, mine)
+        names = gather_text(trainer, self.names)
+        if names:
+            places = {name: place for place, name in enumerate(sorted(set(names)))}
+            rows["id"] = torch.tensor([places[name] for name in names], dtype=torch.int64)
+            names = list(places)
+        if not rows:
+            return rows, names
+        repeats = count_repeats(rows, shared_out=trainer.world_size > 1)
+        if repeats and trainer.is_global_zero:
+            warnings.warn(
+                f"{repeats} of {len(rows['id'])} samples have the id of another one, and only the first of each id is "
+                "judged. Let ids= give every sample an id of its own.",
+                stacklevel=2,
+            )
+        return unique_rows(rows), names
+
+
+class StageRecords:
+    """Collects the rows of all loaders of a stage."""
+
+    def __init__(self, captures: dict[str, Capture], functions: Functions) -> None:
+        self.captures = captures
+        self.functions = functions
+        self.recorders: list[Recorder] = []
+        self.positions: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "recorders": [], "positions": []}
+
+    def begin(self, loaders: Any) -> None:
+        """A stage over some loaders; without ids in the batches, their order must be known."""
+        found = loader_list(loaders)
+        self.recorders = [Recorder() for _ in found]
+        self.positions = [] if self.functions.ids is not None else [positions_of(loader) for loader in found]
+
+    def clear(self) -> None:
+        """Forget what was captured."""
+        for capture in self.captures.values():
+            capture.clear()
+
+    def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int) -> None:
+        """Judge a batch that has just run."""
+        n = batch_rows(batch)
+        with torch.inference_mode(False), torch.no_grad():
+            captured = read_all(self.captures, module, batch, n)
+            if captured["emb"].shape[1] != in_features(head):
+                raise MisconfigurationException(
+                    f"Embeddings have {captured['emb'].shape[1]} features, and the head was fitted to "
+                    f"{in_features(head)}. Fit a new one: give no head, and let refit_every_n_epochs be above 0. If "
+                    "their number changes from batch to batch, give embed a function that returns one vector per "
+                    "sample, always of the same length."
+                )
+            labels = batch_labels(batch, self.functions.labels)
+            target = labels if labels is not None and len(labels) == n else None
+            rows = judged_rows(head, captured["emb"], captured.get("logits"), target)
+        ids = self.functions.ids
+        names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids)
+        self.recorders[loader].add(names, rows)
+
+    def finish(self, trainer: Any, head: Head, criteria: Criteria) -> list[Found]:
+        """What was found, loader by loader, the same on every process."""
+        found = [
+            conclude(*recorder.join(trainer), head, criteria, "logits" in self.captures) for recorder in self.recorders
+        ]
+        self.recorders = []
+        return found
+
+
+def conclude(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool) -> Found:
+    """The table and the numbers of rows that are complete."""
+    rows = rows or _no_rows()
+    judged = Judged(**{name: rows[name] for name in Judged._fields})
+    values = class_values(head)
+    own = torch.where(judged.label >= 0, values[judged.label.clamp_min(0)], -1)
+    finite = judged.label >= 0
+    reason = find_reasons(judged, criteria, (judged.network_label == own) | ~finite)
+    target = rows.get("target")
+    right = None if target is None else judged.network_label == target
+    numbers = summary(judged.network_trust, reason, right, finite)
+    shown = {name: rows[name] for name in ("trust", "label", "rule")}
+    shown |= {"reason": reason, "distance": judged.distance, "margin": judged.margin}
+    if has_network:
+        shown |= {name: rows[name] for name in ("network_label", "network_trust", "network_margin")}
+    if target is not None:
+        shown["target"] = target
+    ids = [names[place] if names else place for place in rows["id"].tolist()]
+    return Found(TrustTable.of(ids, shown, head.classes), numbers)
+
+
+def undefined() -> dict[str, float]:
+    """The numbers of a stage of which nothing was judged, under the names they always have."""
+    return summary(torch.empty(0), torch.empty(0, dtype=torch.int64), None, torch.empty(0, dtype=torch.bool))
+
+
+def _no_rows() -> Rows:
+    """All columns without a row, so that an empty table reads like any other."""
+    codes = ("id", "label", "rule", "network_label")
+    return {
+        name: torch.empty(0, dtype=torch.int64 if name in codes else torch.float32) for name in ("id", *Judged._fields)
+    }

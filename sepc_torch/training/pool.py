@@ -1,0 +1,366 @@
+"""Who is labelled: one record over the original data set, so that an id means the same sample for ever."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sepc_torch.data import files
+from sepc_torch.shapes import Int
+
+# What a state holds.
+_STATE = ("round", "answered", "answers", "ignored", "rounds")
+
+
+class View(Dataset[Any]):
+    """Some samples of a data set, by id; those with an answer carry it in place of their label."""
+
+    def __init__(self, dataset: Any, ids: Int[Tensor, "n"], answer: Callable[[int, Any], Any] | None = None) -> None:
+        self.dataset = dataset
+        self.ids = ids
+        self._answer = answer
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, position: int) -> Any:
+        name = int(self.ids[position])
+        item = self.dataset[name]
+        return item if self._answer is None else self._answer(name, item)
+
+
+def replace_label(item: Any, label: int) -> Any:
+    """The sample with another label, of the same type: the second of a pair, or added to a sample without one."""
+    if isinstance(item, (tuple, list)):
+        if len(item) == 2:
+            before = item[1]
+            return item[0], before.new_tensor(label) if isinstance(before, Tensor) else label
+        raise TypeError(
+            f"A sample is a {type(item).__name__} of {len(item)}, so it is not clear which entry is the label. "
+            "Give LabelPool(..., relabel=lambda sample, label: ...)."
+        )
+    if isinstance(item, Mapping):
+        raise TypeError(
+            f"A sample is a dictionary with the keys {list(item)}. Give LabelPool(..., relabel=lambda sample, label: "
+            "{**sample, 'label': label}) with the key of your labels."
+        )
+    return item, label
+
+
+class LabelPool:
+    """A data set of which some samples are labelled, and the others wait.
+
+    Ids are indices into ``dataset``, always. Labels come from the data set itself (a simulated experiment) or from
+    :meth:`label`'s ``y`` (people).
+
+    Args:
+        dataset: A sized, indexable data set.
+        labelled: Ids labelled from the start.
+        eval_view: The same samples without augmentation, to embed and to judge; by default ``dataset``.
+        relabel: How to put an answer into a sample; by default it becomes the second entry of a pair.
+        label_of: From a sample to its label, an integer; by default the second entry of a pair. Samples of another
+            kind, such as dictionaries, need it where the data set's own labels are compared with answers.
+
+    >>> samples = [(float(i), i % 2) for i in range(6)]
+    >>> pool = LabelPool(samples, labelled=[0, 1])
+    >>> pool.label([4, 5], y=[1, 1])
+    >>> list(pool.labelled()), pool.pool_ids.tolist()
+    ([(0.0, 0), (1.0, 1), (4.0, 1), (5.0, 1)], [2, 3])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        labelled: Any = (),
+        eval_view: Any = None,
+        relabel: Callable[[Any, int], Any] = replace_label,
+        label_of: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if isinstance(dataset, (Mapping, str, bytes)):
+            raise TypeError(
+                f"dataset must give samples by index, 0 to its length less 1; got a {type(dataset).__name__}. Put the "
+                "samples into a list, for instance list(samples.values()), or take one split of a dictionary of them."
+            )
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset must have a length and give samples by index, got a {type(dataset).__name__}; an iterable "
+                "data set has no ids to label by. Put it into a list, or a table of files."
+            )
+        if eval_view is not None and len(eval_view) != len(dataset):
+            raise ValueError(f"eval_view has {len(eval_view)} samples and dataset {len(dataset)}; they must match.")
+        self.dataset = dataset
+        self.eval_view = dataset if eval_view is None else eval_view
+        self.relabel = relabel
+        if label_of is not None and not callable(label_of):
+            raise TypeError(f"label_of must be a function from a sample to its label, got {label_of!r}.")
+        self.label_of = label_of
+        n = len(dataset)
+        self._round = torch.full((n,), -1, dtype=torch.int64)
+        self._answered = torch.zeros(n, dtype=torch.bool)
+        self._answers = torch.zeros(n, dtype=torch.int64)
+        self._ignored = torch.zeros(n, dtype=torch.bool)
+        self._rounds = 0
+        first = self._checked(labelled)
+        self._round[first] = 0
+
+    def __len__(self) -> int:
+        return len(self._round)
+
+    def __repr__(self) -> str:
+        return (
+            f"LabelPool({len(self)} samples: {len(self.labelled_ids)} labelled in {self.rounds} rounds, "
+            f"{len(self.pool_ids)} waiting, {int(self._ignored.sum())} ignored)"
+        )
+
+    @property
+    def rounds(self) -> int:
+        """How many times :meth:`label` was called."""
+        return self._rounds
+
+    @property
+    def round_of(self) -> Int[Tensor, "N"]:
+        """The round in which each sample was labelled: 0 from the start, -1 not yet."""
+        return self._round.clone()
+
+    @property
+    def labelled_ids(self) -> Int[Tensor, "n"]:
+        """Ids of the labelled samples, ascending."""
+        return (self._round >= 0).nonzero().squeeze(1)
+
+    @property
+    def pool_ids(self) -> Int[Tensor, "n"]:
+        """Ids that wait for a label, ascending."""
+        return ((self._round < 0) & ~self._ignored).nonzero().squeeze(1)
+
+    def labelled(self) -> View:
+        """The labelled samples as they are now, to train on."""
+        return View(self.dataset, self.labelled_ids, self._with_answer)
+
+    def labelled_eval(self) -> View:
+        """The labelled samples without augmentation."""
+        return View(self.eval_view, self.labelled_ids, self._with_answer)
+
+    def pool(self) -> View:
+        """The samples that wait, without augmentation; ``.ids`` are their ids."""
+        return View(self.eval_view, self.pool_ids)
+
+    def label(self, ids: Any, y: Any = None) -> None:
+        """Mark samples as labelled, with the labels in ``y`` or, without it, those of the data set.
+
+        All or none: a wrong id leaves the pool as it was.
+        """
+        chosen = self._checked(ids)
+        twice = chosen[self._round[chosen] >= 0].tolist()
+        if twice:
+            raise ValueError(f"The ids {twice[:5]} are labelled already; use answer() to repeat answers safely.")
+        if y is not None:
+            answers = _integers(y, "y")
+            if len(answers) != len(chosen):
+                raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; one for each is needed.")
+            self._answers[chosen], self._answered[chosen] = answers, True
+        elif len(chosen):
+            self._check_has_label(int(chosen[0]))
+        self._rounds += 1
+        self._round[chosen] = self._rounds
+        self._ignored[chosen] = False
+
+    def answer(self, answers: Mapping[int, int]) -> list[int]:
+        """Label samples by answers that may be partial or repeated; returns the ids that are new.
+
+        Reading the same file again, after a crash for instance, labels nothing twice. A different second answer, or one
+        that contradicts the label of the data set, is an error: correct the file, or use :meth:`correct`.
+        """
+        ids = self._checked(list(answers))
+        given = dict(zip(ids.tolist(), _integers(list(answers.values()), "The answers").tolist(), strict=True))
+        fresh = [i for i in given if self._round[i] < 0]
+        before = {i: self._label_of(i) for i in given if self._round[i] >= 0}
+        changed = [i for i, label in before.items() if label != given[i]]
+        if changed:
+            i = changed[0]
+            raise ValueError(
+                f"{len(changed)} samples have another label already; id {i} was {before[i]} and is now {given[i]}. "
+                "Use correct() to change labels."
+            )
+        if fresh:
+            self.label(fresh, [given[i] for i in fresh])
+        return fresh
+
+    def correct(self, ids: Any, y: Any) -> None:
+        """Change the labels of labelled samples."""
+        chosen, answers = self._checked(ids), _integers(y, "y")
+        if len(answers) != len(chosen):
+            raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; one for each is needed.")
+        waiting = chosen[self._round[chosen] < 0].tolist()
+        if waiting:
+            raise ValueError(f"The ids {waiting[:5]} are not labelled yet; use label().")
+        self._answers[chosen], self._answered[chosen] = answers, True
+
+    def ignore(self, ids: Any) -> None:
+        """Take samples out of the pool without a label: broken, private, not decidable."""
+        chosen = self._checked(ids)
+        labelled = chosen[self._round[chosen] >= 0].tolist()
+        if labelled:
+            raise ValueError(f"The ids {labelled[:5]} are labelled; only waiting samples can be ignored.")
+        self._ignored[chosen] = True
+
+    def labels_of(self, ids: Any) -> Int[Tensor, "n"]:
+        """The labels of labelled samples: the answer, or what the data set says."""
+        return torch.tensor([self._label_of(i) for i in self._checked(ids).tolist()], dtype=torch.int64)
+
+    def _label_of(self, name: int) -> int:
+        if self._answered[name]:
+            return int(self._answers[name])
+        item = self.eval_view[name]
+        if self.label_of is not None:
+            try:
+                label = self.label_of(item)
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                raise TypeError(
+                    f"label_of fails for sample {name}, {_kind(item)} ({type(error).__name__}: {error})."
+                ) from error
+        elif isinstance(item, (tuple, list)) and len(item) == 2:
+            label = item[1]
+        else:
+            raise TypeError(
+                f"Sample {name} is {_kind(item)}, so it is not clear what its label is. Give LabelPool(..., "
+                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+            )
+        code = _code(label)
+        if code is None:
+            raise TypeError(
+                f"The label of sample {name} must be an integer, got {_kind(label)}. Give LabelPool(..., "
+                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+            )
+        return code
+
+    def _check_has_label(self, name: int) -> None:
+        """Refuse to take labels from a data set that has none; one sample tells, and reading all may take long."""
+        if self.label_of is not None:
+            self._label_of(name)
+            return
+        item = self.dataset[name]
+        # Dictionaries, longer tuples and objects of the user's own may hold a label that only they know of.
+        bare = isinstance(item, (Tensor, np.ndarray, np.generic, int, float, str, bytes)) or item is None
+        if bare or (isinstance(item, (tuple, list)) and (len(item) < 2 or (len(item) == 2 and item[1] is None))):
+            raise ValueError(
+                f"The data set has no label for id {name}: the sample is {_kind(item)}. Give the labels: label(ids, y)."
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors only."""
+        return {
+            "round": self._round.clone(),
+            "answered": self._answered.clone(),
+            "answers": self._answers.clone(),
+            "ignored": self._ignored.clone(),
+            "rounds": torch.tensor(self._rounds),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what the state says."""
+        self._check_state(state)
+        self._round, self._answered = state["round"].clone(), state["answered"].clone()
+        self._answers, self._ignored = state["answers"].clone(), state["ignored"].clone()
+        self._rounds = int(state["rounds"])
+
+    def absorb(self, state: Mapping[str, Any]) -> None:
+        """Take over the labels of a state, and keep those that it does not know: a label is never forgotten.
+
+        A checkpoint may be older than the answers; testing the best one must not undo what people did since.
+        """
+        self._check_state(state)
+        if int(state["rounds"]) > self._rounds:
+            newer = self.state_dict()
+            self.load_state_dict(state)
+            self._keep(newer)
+        else:
+            self._keep(state)
+
+    def _keep(self, state: Mapping[str, Any]) -> None:
+        """Add the labels of an older state where there are none."""
+        extra = (state["round"] >= 0) & (self._round < 0)
+        self._round[extra] = state["round"][extra]
+        self._answered[extra], self._answers[extra] = state["answered"][extra], state["answers"][extra]
+        self._ignored = (self._ignored | state["ignored"]) & (self._round < 0)
+        self._rounds = max(self._rounds, int(state["rounds"]))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record (not the data) to a safetensors file, whole or not at all."""
+        files.write(path, "label_pool", {name: value.numpy() for name, value in self.state_dict().items()}, {})
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Take over the record of a file that :meth:`save` wrote."""
+        arrays, _ = files.read(path, "label_pool")
+        self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = [name for name in _STATE if name not in state]
+        if missing:
+            raise ValueError(
+                f"The pool state lacks {', '.join(missing)}; it must be what LabelPool.state_dict() gave, which holds "
+                f"{', '.join(_STATE)}."
+            )
+        if len(state["round"]) != len(self):
+            raise ValueError(
+                f"The pool state is for another data set: it knows {len(state['round'])} samples, this one has "
+                f"{len(self)}. Start with the data set that it was saved with."
+            )
+
+    def _with_answer(self, name: int, item: Any) -> Any:
+        return self.relabel(item, int(self._answers[name])) if bool(self._answered[name]) else item
+
+    def _checked(self, ids: Any) -> Int[Tensor, "n"]:
+        chosen = _integers(ids, "ids")
+        outside = chosen[(chosen < 0) | (chosen >= len(self))].tolist()
+        if outside:
+            raise ValueError(f"ids are indices from 0 to {len(self) - 1} into the data set; got {outside[:5]}.")
+        values, times = chosen.unique(return_counts=True)
+        if bool((times > 1).any()):
+            raise ValueError(f"The ids {values[times > 1].tolist()[:5]} are named twice.")
+        return chosen
+
+
+def _integers(values: Any, name: str) -> Int[Tensor, "n"]:
+    """A one-dimensional tensor of integers."""
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        # A set has no order that labels could follow, and a generator is used up by reading it.
+        inside = f" that starts with {values[0]!r}" if isinstance(values, (list, tuple)) and values else ""
+        raise ValueError(
+            f"{name} must be a list of integers, or an array or tensor of them; got {_kind(values)}{inside}."
+        ) from None
+    if found.ndim == 1 and len(found) == 0:  # empty arrays and tensors are floating unless told otherwise
+        return torch.empty(0, dtype=torch.int64)
+    if found.ndim != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise ValueError(f"{name} must be a list of integers, got {found.dtype} of shape {tuple(found.shape)}.")
+    return found.to(torch.int64).cpu()
+
+
+def _code(label: Any) -> int | None:
+    """A label as an integer, or None where it is not one; 1.0, True and tensors of one such entry are."""
+    if isinstance(label, (Tensor, np.ndarray, np.generic)):
+        label = label.item() if math.prod(label.shape) == 1 else None
+    if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
+        return int(label)
+    return None
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a few words."""
+    if isinstance(value, Mapping):
+        return f"a dictionary with the keys {list(value)[:10]}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -1,0 +1,141 @@
+"""What a model says of many samples, one row for each: the table that flags are read from and written to files as."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sepc_torch.data import files
+from sepc_torch.data.text_table import text_table
+from sepc_torch.model.rules import Rule
+from sepc_torch.shapes import Bool, Int
+
+# The reasons to look at a sample, the most telling first; a table holds their index, -1 where there is none.
+REASONS = ("novel", "disagrees", "ambiguous")
+# Rows that a printed table shows.
+_SHOWN = 10
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrustTable:
+    """Rows of judged samples, the least trusted first.
+
+    Attributes:
+        ids: Who they are: integers, or text.
+        columns: Tensors (B,) by name: ``trust``, ``label``, ``rule``, ``reason``, ``distance``, ``margin`` and, where
+            known, ``network_label``, ``network_trust``, ``network_margin``, ``target``. Labels and reasons are codes.
+        classes: The labels, in the order of the codes in ``label``.
+
+    >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 2])}
+    >>> table = TrustTable.of([7, 8], columns, classes=["cat", "dog"])
+    >>> print(table)
+    id   trust  label  reason
+     8     0.4    cat  ambiguous
+     7     0.9    dog
+    >>> table.where(table.columns["reason"] >= 0).ids
+    (8,)
+    """
+
+    ids: tuple[int | str, ...]
+    columns: Mapping[str, Tensor]
+    classes: Sequence[Any]
+
+    @classmethod
+    def of(cls, ids: Sequence[int | str], columns: Mapping[str, Tensor], classes: Sequence[Any]) -> TrustTable:
+        """The table in its order: by trust, then by margin, then by id."""
+        table = cls(tuple(ids), dict(columns), list(classes))
+        keys = [columns[name].numpy() for name in ("margin", "trust") if name in columns]
+        return table.take(torch.from_numpy(np.lexsort((np.array(table.ids), *keys))) if len(table) else torch.arange(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """A column as a reader wants it: labels, rules and reasons by name."""
+        if name == "id":
+            return list(self.ids)
+        if name not in self.columns:
+            raise KeyError(f"There is no column {name!r}; the table has id, {', '.join(self.columns)}.")
+        values = self.columns[name].tolist()
+        if name == "label":
+            return [None if code < 0 else self.classes[code] for code in values]
+        if name == "rule":
+            return [Rule(code).name for code in values]
+        if name == "reason":
+            return ["" if code < 0 else REASONS[code] for code in values]
+        return values
+
+    def __repr__(self) -> str:
+        return f"TrustTable({len(self)} rows: id, {', '.join(self.columns)})"
+
+    def __str__(self) -> str:
+        shown = self.take(torch.arange(min(_SHOWN, len(self))))
+        lines = text_table(["id", *self.columns], [list(row.values()) for row in shown.rows()])
+        return lines if len(self) <= _SHOWN else f"{lines}\n... {len(self) - _SHOWN} more"
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every row as a dictionary of plain values."""
+        named = {"id": self["id"], **{name: self[name] for name in self.columns}}
+        for values in zip(*named.values(), strict=True):
+            yield dict(zip(named, values, strict=True))
+
+    def take(self, positions: Int[Tensor, "n"]) -> TrustTable:
+        """The rows at some positions, in that order."""
+        return replace(
+            self,
+            ids=tuple(self.ids[i] for i in positions.tolist()),
+            columns={name: column[positions] for name, column in self.columns.items()},
+        )
+
+    def where(self, mask: Bool[Tensor, "B"]) -> TrustTable:
+        """The rows that a mask marks."""
+        return self.take(mask.nonzero().squeeze(1))
+
+    def find(self, ids: Sequence[int | str]) -> TrustTable:
+        """The rows of these ids, in the order asked."""
+        place = {name: row for row, name in enumerate(self.ids)}
+        missing = [name for name in ids if name not in place]
+        if missing:
+            raise KeyError(f"The table has no rows for the ids {missing[:5]}; it holds {len(self)} others.")
+        return self.take(torch.tensor([place[name] for name in ids], dtype=torch.int64))
+
+    def to_pandas(self) -> Any:
+        """A DataFrame (pandas must be installed)."""
+        import pandas as pd
+
+        return pd.DataFrame({"id": self["id"], **{name: self[name] for name in self.columns}})
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write a CSV file with a header, whole or not at all."""
+        write_records(path, list(self.rows()), ["id", *self.columns])
+
+    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Write one JSON object per line, whole or not at all; null where a number is not finite."""
+        lines = [json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in self.rows()]
+        with files.replacing(Path(path)) as temporary:
+            temporary.write_text("".join(lines), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_records(path: str | os.PathLike[str], records: Sequence[Mapping[str, Any]], header: Sequence[str]) -> None:
+    """Write dictionaries as CSV, whole or not at all."""
+    with (
+        files.replacing(Path(path)) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, header, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
