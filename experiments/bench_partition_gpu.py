@@ -62,8 +62,8 @@ def agreement(mine: Partition, theirs: Partition, fresh: np.ndarray) -> dict[str
     z = torch.from_numpy(fresh).float()
     labels = [SEPC.from_partition(part)(z).label for part in (mine, theirs)]
     pairs = list(zip(mine.ellipsoids, theirs.ellipsoids, strict=False))
-    finite = np.isfinite(mine.ledger.reach)
-    reach, theirs_reach = (part.ledger.reach[finite] for part in (mine, theirs))
+    finite = np.isfinite(mine.ledger.sorted_distances)
+    reach, theirs_reach = (part.ledger.sorted_distances[finite] for part in (mine, theirs))
     same_cells = np.array_equal(mine.cells, theirs.cells) and np.array_equal(mine.counts, theirs.counts)
     return {
         "ellipsoids": [sum(e.kind != Kind.ISOLATED for e in part.ellipsoids) for part in (mine, theirs)],

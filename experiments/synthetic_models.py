@@ -128,11 +128,13 @@ def training_counts(distance: Tensor, codes: Tensor, labels: Tensor, totals: Ten
     size = min(int(totals.max()), RESOLUTION)
     steps = torch.arange(1, size + 1, device=distance.device)
     evenly = -(-steps * totals[:, None] // size)
-    ranks = torch.where(totals[:, None] <= size, torch.minimum(steps, totals[:, None]), evenly)
-    reach = torch.stack([distance[labels == c].sort(dim=0).values[ranks[c] - 1].T for c in range(len(totals))], dim=1)
-    reach = reach.masked_fill(steps > totals[:, None], torch.inf)
+    counts_at = torch.where(totals[:, None] <= size, torch.minimum(steps, totals[:, None]), evenly)
+    sorted_distances = torch.stack(
+        [distance[labels == c].sort(dim=0).values[counts_at[c] - 1].T for c in range(len(totals))], dim=1
+    )
+    sorted_distances = sorted_distances.masked_fill(steps > totals[:, None], torch.inf)
     held = (inside.T.double() @ of_class.double()).long()
-    return TrainingCounts(codes, cells, counts, held, reach.float(), ranks)
+    return TrainingCounts(codes, cells, counts, held, sorted_distances.float(), counts_at)
 
 
 def _draw(middles: Tensor, rows: int, generator: torch.Generator, far: float) -> tuple[Tensor, Tensor]:

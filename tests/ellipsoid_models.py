@@ -51,8 +51,8 @@ def model_of(
         cells=torch.from_numpy(found.cells),
         counts=torch.from_numpy(found.counts),
         held=torch.from_numpy(found.cells.T.astype(np.int64) @ found.counts),
-        reach=torch.from_numpy(found.reach).to(dtype),
-        ranks=torch.from_numpy(found.ranks),
+        sorted_distances=torch.from_numpy(found.sorted_distances).to(dtype),
+        counts_at=torch.from_numpy(found.counts_at),
     )
     kernel = options.pop("kernel", "auto")
     bank = EllipsoidBank(torch.from_numpy(centers), torch.from_numpy(whiteners), kernel=kernel).to(dtype)

@@ -1,4 +1,4 @@
-"""Runs of several processes, started by test_callbacks_processes.py: ``python lightning_processes.py NAME FOLDER``."""
+"""Runs of several processes, started by test_lightning_processes.py: ``python lightning_processes.py NAME FOLDER``."""
 
 from __future__ import annotations
 

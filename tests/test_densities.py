@@ -9,7 +9,7 @@ from scipy.special import multigammaln
 from scipy.stats import multivariate_t
 from torch import Tensor
 
-from sepc_torch import densities
+from sepc_torch.head import densities
 from sepc_torch.head.densities import RegionDensities, fit_densities
 from sepc_torch.model.buffers import resize_buffers
 from sepc_torch.shapes import Array

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ellipsoid_models import distances_in_many, model_of, points_for
-from waiting_checks import waiting_is_an_error
+from synchronisation_checks import waiting_is_an_error
 
 from sepc_torch import SEPC, Prediction
 from sepc_torch.model.kernels import judging
@@ -25,7 +25,7 @@ def by_torch(sepc: SEPC) -> SEPC:
     bank = type(sepc.bank)(
         sepc.bank.offsets.double(), sepc.bank.whiteners.double(), sepc.bank.origin.double(), kernel="torch"
     )
-    training = sepc.training_counts._replace(reach=sepc.reach.double())
+    training = sepc.training_counts._replace(sorted_distances=sepc.sorted_distances.double())
     return SEPC(
         bank, training, sepc.totals, sepc.scale.double(), classes=sepc.classes, nearest=sepc.nearest, nan_policy="flag"
     )

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from synchronisation_checks import waiting_is_an_error
 from torch import Tensor
-from waiting_checks import waiting_is_an_error
 
 from sepc_torch import TrustHead, compare
 from sepc_torch.head.neighbours import Neighbours

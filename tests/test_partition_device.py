@@ -54,8 +54,8 @@ def test_the_same_partition(rng: np.random.Generator, device: str, classes: int,
         assert mine.counts.tolist() == theirs.counts.tolist()
     np.testing.assert_array_equal(found.cells, plain.cells)
     np.testing.assert_array_equal(found.counts, plain.counts)
-    np.testing.assert_array_equal(found.ledger.ranks, plain.ledger.ranks)
-    np.testing.assert_allclose(found.ledger.reach, plain.ledger.reach, rtol=1e-9, atol=1e-9)
+    np.testing.assert_array_equal(found.ledger.counts_at, plain.ledger.counts_at)
+    np.testing.assert_allclose(found.ledger.sorted_distances, plain.ledger.sorted_distances, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("device", DEVICES)

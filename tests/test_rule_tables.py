@@ -185,11 +185,11 @@ def test_merged_distances_count_as_those_of_the_classes_do(rng: Rng) -> None:
     training = sepc.training_counts
     _, tables = laid_out(training, sepc.totals)
     for k, before in enumerate(tables["order"].tolist()):
-        distances = training.reach[before].flatten()
+        distances = training.sorted_distances[before].flatten()
         middle = torch.tensor([0.0, float(distances.median()) * 1.01, 1e300])
         for within in torch.cat([distances[:20], middle.double()]):
-            passed = (training.reach[before] <= within).sum(dim=1)
-            reached = torch.nn.functional.pad(training.ranks, (1, 0)).gather(1, passed[:, None])[:, 0]
+            passed = (training.sorted_distances[before] <= within).sum(dim=1)
+            reached = torch.nn.functional.pad(training.counts_at, (1, 0)).gather(1, passed[:, None])[:, 0]
             place = int(torch.searchsorted(tables["merged"][k], within, right=True))
             trust = bayes_trust(reached[None], sepc.totals, training.codes[before][None])
             assert tables["merged_trusts"][k, place] == trust
@@ -233,12 +233,12 @@ def test_no_table_is_larger_than_foreseen(
     assert len(rule_tables(sepc.training_counts, sepc.totals).words) <= foreseen
     assert tables.addressable(sepc.training_counts)
     huge = torch.empty(2**15, 2**8, 2**8, device="meta")
-    assert not tables.addressable(sepc.training_counts._replace(reach=huge))
+    assert not tables.addressable(sepc.training_counts._replace(sorted_distances=huge))
 
 
 def test_large_tables_are_not_merged(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     sepc = model_of(rng, 7, 2, 3)
-    monkeypatch.setattr("sepc_torch.model.kernels.tables._MOST_MERGED", sepc.reach.numel() - 1)
+    monkeypatch.setattr("sepc_torch.model.kernels.tables._MOST_MERGED", sepc.sorted_distances.numel() - 1)
     tables = rule_tables(sepc.training_counts, sepc.totals)
     assert not tables.merged
     assert "merged" not in laid_out(sepc.training_counts, sepc.totals)[1]

@@ -32,8 +32,8 @@ def test_counts_are_those_of_the_ledger(rng: np.random.Generator, points: int) -
     expected = ledger(ellipsoids, z.numpy(), labels, 7)
     np.testing.assert_array_equal(found.cells, expected.cells)
     np.testing.assert_array_equal(found.counts, expected.counts)
-    np.testing.assert_array_equal(found.ranks, expected.ranks)
-    np.testing.assert_allclose(found.reach, expected.reach, rtol=1e-6)
+    np.testing.assert_array_equal(found.counts_at, expected.counts_at)
+    np.testing.assert_allclose(found.sorted_distances, expected.sorted_distances, rtol=1e-6)
     inside = np.stack([ellipsoid.contains(z.numpy()) for ellipsoid in ellipsoids], axis=1)
     np.testing.assert_array_equal(found.held, inside.T.astype(int) @ np.eye(7, dtype=int)[labels])
 

@@ -15,7 +15,9 @@ import numpy as np
 from sepc_torch.shapes import Array
 
 # Raised when the meaning of a file changes; older readers then refuse it instead of misreading it.
-FORMAT = 1
+FORMAT = 2
+# Arrays that format 1 knew by another name.
+_RENAMED = {"reach": "sorted_distances", "ranks": "counts_at"}
 _KEY = "sepc_torch"
 _READERS = {
     "partition": "Partition.load",
@@ -88,4 +90,14 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
         raise ValueError(
             f"{os.fspath(path)!r} holds a {found}, not a {kind}; read it with {_READERS.get(found, 'its own reader')}."
         )
-    return arrays, metadata
+    return {current_name(name): array for name, array in arrays.items()}, metadata
+
+
+def current_name(name: str) -> str:
+    """The name of an array today, for a name in a file or a state dict of an earlier version.
+
+    >>> current_name("sepc.reach"), current_name("sepc.cells")
+    ('sepc.sorted_distances', 'sepc.cells')
+    """
+    owner, dot, last = name.rpartition(".")
+    return f"{owner}{dot}{_RENAMED.get(last, last)}"

@@ -31,9 +31,9 @@ from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection, default_dim, fit_projection, warn_of_small_classes
 from sepc_torch.model.buffers import at_least_float32, resize_buffers
-from sepc_torch.model.device_sync import may_look, warm_up
+from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation
-from sepc_torch.model.queries import check_logits, class_codes, refuse_silent, silent_rows
+from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_without_prediction, rows_without_prediction
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.shapes import Bool, Int
 
@@ -209,9 +209,11 @@ class TrustHead(nn.Module):
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
             # The index of a maximum is that of a class, even where it is NaN; such rows are refused below.
             own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
-            silent = silent_rows(logits)
-            if self.sepc.nan_policy == "raise" and may_look(silent):
-                refuse_silent(silent, "Drop those rows, or fit the head with nan_policy='flag', which refuses them.")
+            silent = rows_without_prediction(logits)
+            if self.sepc.nan_policy == "raise" and can_synchronize(silent):
+                refuse_rows_without_prediction(
+                    silent, "Drop those rows, or fit the head with nan_policy='flag', which refuses them."
+                )
             given = given._replace(
                 label=torch.where(silent, -1, given.label),
                 trust=torch.where(silent, 0.0, given.trust),
@@ -314,7 +316,9 @@ class TrustHead(nn.Module):
             given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
             logits = given.to(z.device)
             check_logits(logits, (len(z), len(self.classes)), z.device)
-            refuse_silent(silent_rows(logits), "Leave those rows out: nothing can be learnt from them.")
+            refuse_rows_without_prediction(
+                rows_without_prediction(logits), "Leave those rows out: nothing can be learnt from them."
+            )
             label = logits.argmax(dim=1)
             facts["network"] = self.evidence.judge(measured, label)
             right["network"] = label == codes

@@ -16,10 +16,10 @@ _ROWS = (1, 4096)
 _ROWS_ON_CUDA = (*_ROWS, 2**15)
 
 
-def may_look(values: Tensor) -> bool:
+def can_synchronize(values: Tensor) -> bool:
     """Whether values may be read: neither a compiled graph nor one that CUDA records can stop halfway.
 
-    >>> may_look(torch.zeros(1))
+    >>> can_synchronize(torch.zeros(1))
     True
     """
     if torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import label_array
-from sepc_torch.model.device_sync import may_look
+from sepc_torch.model.device_sync import can_synchronize
 from sepc_torch.shapes import Bool, Int
 
 
@@ -42,18 +42,18 @@ def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> N
         raise ValueError(f"logits are on {logits.device} and embeddings on {device}; move one with .to().")
 
 
-def silent_rows(logits: Tensor) -> Bool[Tensor, "B"]:
+def rows_without_prediction(logits: Tensor) -> Bool[Tensor, "B"]:
     """Rows that name no class: with NaN, with nothing but -inf, or with inf more than once.
 
     >>> inf, nan = torch.inf, torch.nan
-    >>> silent_rows(torch.tensor([[0.0, -inf], [inf, 0.0], [nan, 0.0], [-inf, -inf], [inf, inf]])).tolist()
+    >>> rows_without_prediction(torch.tensor([[0.0, -inf], [inf, 0.0], [nan, 0.0], [-inf, -inf], [inf, inf]])).tolist()
     [False, False, True, True, True]
     """
     nothing = (logits == -torch.inf).all(dim=1) | ((logits == torch.inf).sum(dim=1) > 1)
     return nothing | logits.isnan().any(dim=1)
 
 
-def refuse_silent(silent: Bool[Tensor, "B"], remedy: str) -> None:
+def refuse_rows_without_prediction(silent: Bool[Tensor, "B"], remedy: str) -> None:
     """A clear error where a row of logits names no class; a GPU must have come that far."""
     if bool(silent.any()):
         raise ValueError(
@@ -83,7 +83,7 @@ def class_indices(label: Any, classes: list[Any], points: int, device: torch.dev
         raise ValueError(
             f"label must be {points} indices into classes, got {label.dtype} of shape {tuple(label.shape)}."
         )
-    if not may_look(label):  # what could not be looked at must not lead a kernel out of its tables
+    if not can_synchronize(label):  # what could not be looked at must not lead a kernel out of its tables
         return label.long().clamp(0, len(classes) - 1)
     if bool(((label < 0) | (label >= len(classes))).any()):
         raise ValueError(

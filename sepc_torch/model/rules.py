@@ -43,7 +43,7 @@ class TrainingCounts(NamedTuple):
     """What the rules know of the training set.
 
     ``codes`` (K,) are the classes of the ellipsoids, ``cells`` (P, K) and ``counts`` (P, C) the regions with their
-    training points, ``held`` (K, C) the points in each ellipsoid, ``reach`` (K, C, Q) and ``ranks`` (C, Q) those in
+    training points, ``held`` (K, C) the points in each ellipsoid, ``sorted_distances`` (K, C, Q) and ``counts_at`` (C, Q) those in
     its expansions.
     """
 
@@ -51,8 +51,8 @@ class TrainingCounts(NamedTuple):
     cells: Bool[Tensor, "P K"]
     counts: Int[Tensor, "P C"]
     held: Int[Tensor, "K C"]
-    reach: Float[Tensor, "K C Q"]
-    ranks: Int[Tensor, "C Q"]
+    sorted_distances: Float[Tensor, "K C Q"]
+    counts_at: Int[Tensor, "C Q"]
 
 
 class Resolution(NamedTuple):
@@ -85,7 +85,13 @@ def resolve(
 
     regions = torch_ops.region_counts(inside, training.cells, training.counts)
     expanded = torch_ops.expanded_counts(
-        distance, nearness, outside, training.reach.to(distance.dtype), training.ranks, SURFACE_TOLERANCE, NEAREST_TIE
+        distance,
+        nearness,
+        outside,
+        training.sorted_distances.to(distance.dtype),
+        training.counts_at,
+        SURFACE_TOLERANCE,
+        NEAREST_TIE,
     )
     several = torch.where(outside[:, None], expanded, regions)
     narrow, wide = torch.where(single[:, None], training.held[own], several)

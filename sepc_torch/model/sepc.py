@@ -3,7 +3,7 @@ r"""SEP-C frozen into a torch module: points in, label, trust and reason out."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,7 +16,7 @@ from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.buffers import at_least_float32, resize_buffers
-from sepc_torch.model.device_sync import may_look, warm_up
+from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Described, Explanation, explain_rows
 from sepc_torch.model.kernels import Kernel, available
 from sepc_torch.model.kernels.judging import Kernels, decide, judge, kernels_for
@@ -55,8 +55,8 @@ class SEPC(nn.Module):
     cells: Tensor
     counts: Tensor
     held: Tensor
-    reach: Tensor
-    ranks: Tensor
+    sorted_distances: Tensor
+    counts_at: Tensor
     totals: Tensor
     scale: Tensor
     axis_centers: Tensor
@@ -142,8 +142,8 @@ class SEPC(nn.Module):
             cells=cells,
             counts=counts,
             held=torch.from_numpy(np.stack([e.counts for e in partition.ellipsoids])),
-            reach=torch.from_numpy(ledger.reach).to(dtype),
-            ranks=torch.from_numpy(ledger.ranks),
+            sorted_distances=torch.from_numpy(ledger.sorted_distances).to(dtype),
+            counts_at=torch.from_numpy(ledger.counts_at),
         )
         bank = EllipsoidBank(
             torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])),
@@ -174,7 +174,7 @@ class SEPC(nn.Module):
     @property
     def training_counts(self) -> TrainingCounts:
         """The counts of the training set that the rules use."""
-        return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.reach, self.ranks)
+        return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.sorted_distances, self.counts_at)
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""
@@ -261,7 +261,7 @@ class SEPC(nn.Module):
         An error has to know: on a GPU this waits. A graph, compiled or captured, cannot stop halfway: there every
         policy flags.
         """
-        if self.nan_policy == "raise" and may_look(bad):
+        if self.nan_policy == "raise" and can_synchronize(bad):
             refuse_bad(bad, dtype)
         return bad
 
@@ -375,7 +375,9 @@ class SEPC(nn.Module):
         self.feature_names = None if state["feature_names"] is None else tuple(state["feature_names"])
         self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[files.current_name(name)] = state_dict.pop(name)
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -207,8 +207,8 @@ def _expanded_counts(
     distance: Float[Tensor, "B K"],
     nearness: Float[Tensor, "B K"],
     wanted: Bool[Tensor, "B"],
-    reach: Float[Tensor, "K C Q"],
-    ranks: Int[Tensor, "C Q"],
+    sorted_distances: Float[Tensor, "K C Q"],
+    counts_at: Int[Tensor, "C Q"],
     surface: float,
     tie: float,
 ) -> Int[Tensor, "2 B C"]:
@@ -217,18 +217,18 @@ def _expanded_counts(
     Where several are nearest all of them are expanded; what is known of each alone bounds the counts in all of them
     (the least) and in any of them (the greatest), exactly if they are nested or share no point of a class.
     """
-    out = torch.zeros(2, len(distance), reach.shape[1], dtype=torch.int64, device=distance.device)
+    out = torch.zeros(2, len(distance), sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
     rows = wanted.nonzero().squeeze(1)
     if len(rows) == 0:
         return out
     near = nearness[rows]
     least, nearest = near.min(dim=1)
-    out[:, rows] = _reached(reach, ranks, nearest, distance[rows, nearest] * (1.0 + surface))
+    out[:, rows] = _reached(sorted_distances, counts_at, nearest, distance[rows, nearest] * (1.0 + surface))
     tied = near <= (least * (1.0 + tie)).unsqueeze(1)
     several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
     if len(several):
         row, k = tied[several].nonzero(as_tuple=True)
-        found = _reached(reach, ranks, k, distance[rows[several[row]], k] * (1.0 + surface))
+        found = _reached(sorted_distances, counts_at, k, distance[rows[several[row]], k] * (1.0 + surface))
         index = row.unsqueeze(1).expand_as(found)
         for slot, how in ((0, "amin"), (1, "amax")):
             start = torch.zeros(len(several), found.shape[1], dtype=found.dtype, device=found.device)
@@ -237,26 +237,35 @@ def _expanded_counts(
 
 
 def _expanded_counts_shape(
-    distance: Tensor, nearness: Tensor, wanted: Tensor, reach: Tensor, ranks: Tensor, surface: float, tie: float
+    distance: Tensor,
+    nearness: Tensor,
+    wanted: Tensor,
+    sorted_distances: Tensor,
+    counts_at: Tensor,
+    surface: float,
+    tie: float,
 ) -> Tensor:
-    return torch.empty(2, distance.shape[0], reach.shape[1], dtype=torch.int64, device=distance.device)
+    return torch.empty(2, distance.shape[0], sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
 
 
 def _reached(
-    reach: Float[Tensor, "K C Q"], ranks: Int[Tensor, "C Q"], k: Int[Tensor, "n"], within: Float[Tensor, "n"]
+    sorted_distances: Float[Tensor, "K C Q"],
+    counts_at: Int[Tensor, "C Q"],
+    k: Int[Tensor, "n"],
+    within: Float[Tensor, "n"],
 ) -> Int[Tensor, "n C"]:
     """Training points of each class within a distance of ellipsoid k, by binary search."""
-    _, classes, size = reach.shape
+    _, classes, size = sorted_distances.shape
     c = torch.arange(classes, device=k.device)
     base = (k.unsqueeze(1) * classes + c) * size
     low = torch.zeros_like(base)
     high = torch.full_like(base, size)
-    flat = reach.reshape(-1)
+    flat = sorted_distances.reshape(-1)
     for _ in range(size.bit_length()):
         middle = (low + high) // 2
         passed = (middle < size) & (flat[base + middle.clamp_max(size - 1)] <= within.unsqueeze(1))
         low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
-    padded = torch.cat([ranks.new_zeros(classes, 1), ranks], dim=1)
+    padded = torch.cat([counts_at.new_zeros(classes, 1), counts_at], dim=1)
     return padded[c, low]
 
 
@@ -307,7 +316,7 @@ region_counts = operator(
     "region_counts(Tensor inside, Tensor cells, Tensor counts) -> Tensor", _region_counts, _region_counts_shape
 )
 expanded_counts = operator(
-    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor reach, Tensor ranks, float surface, "
+    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor sorted_distances, Tensor counts_at, float surface, "
     "float tie) -> Tensor",
     _expanded_counts,
     _expanded_counts_shape,

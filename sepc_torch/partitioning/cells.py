@@ -26,9 +26,9 @@ _BATCH = 2**26
 
 
 class Ledger(NamedTuple):
-    r"""Cells (P, K) with class counts (P, C), and the reach of every ellipsoid.
+    r"""Cells (P, K) with class counts (P, C), and the sorted_distances of every ellipsoid.
 
-    ``reach[k, c, q]`` is the distance within which ellipsoid k, expanded, holds ``ranks[c, q]`` training points of
+    ``sorted_distances[k, c, q]`` is the distance within which ellipsoid k, expanded, holds ``counts_at[c, q]`` training points of
     class c. With at most :data:`RESOLUTION` points in a class every point has its entry and counts are exact;
     otherwise a count read from it is short by at most :attr:`count_error`. Rows end in infinities where a class has
     fewer points.
@@ -36,20 +36,21 @@ class Ledger(NamedTuple):
 
     cells: Bool[Array, "P K"]
     counts: Int[Array, "P C"]
-    reach: Float[Array, "K C Q"]
-    ranks: Int[Array, "C Q"]
+    sorted_distances: Float[Array, "K C Q"]
+    counts_at: Int[Array, "C Q"]
 
     @property
     def count_error(self) -> int:
-        """The most by which a count read from ``reach`` falls short of the true one."""
-        return int(np.diff(self.ranks, axis=1, prepend=0).max()) - 1
+        """The most by which a count read from ``sorted_distances`` falls short of the true one."""
+        return int(np.diff(self.counts_at, axis=1, prepend=0).max()) - 1
 
     def reached(self, ellipsoid: int, distance: float) -> Int[Array, "C"]:
         """Training points of each class within the given distance of an ellipsoid (its expansion)."""
         found = [
-            np.searchsorted(row, distance * (1.0 + SURFACE_TOLERANCE), side="right") for row in self.reach[ellipsoid]
+            np.searchsorted(row, distance * (1.0 + SURFACE_TOLERANCE), side="right")
+            for row in self.sorted_distances[ellipsoid]
         ]
-        padded = np.concatenate([np.zeros((len(self.ranks), 1), dtype=np.int64), self.ranks], axis=1)
+        padded = np.concatenate([np.zeros((len(self.counts_at), 1), dtype=np.int64), self.counts_at], axis=1)
         return padded[np.arange(len(found)), found]
 
 
@@ -60,39 +61,39 @@ def ledger(
     classes: int,
     device: torch.device | None = None,
 ) -> Ledger:
-    """Count the training points in the cells of the ellipsoids and measure their reach, on a torch device if given."""
+    """Count the training points in the cells of the ellipsoids and measure their sorted_distances, on a torch device if given."""
     totals = np.bincount(codes, minlength=classes)
     resolution = int(min(totals.max(), RESOLUTION))
     steps = np.arange(1, resolution + 1)
-    # Evenly spaced ranks that end at the class's last point; every point where there are no more than the resolution.
-    ranks = np.where(
+    # Evenly spaced counts_at that end at the class's last point; every point where there are no more than the resolution.
+    counts_at = np.where(
         totals[:, None] <= resolution, np.minimum(steps, totals[:, None]), -(-steps * totals[:, None] // resolution)
     )
     members = [np.flatnonzero(codes == c) for c in range(classes)]
     if device is None:
-        inside, reach = _measure(ellipsoids, points, members, ranks)
+        inside, sorted_distances = _measure(ellipsoids, points, members, counts_at)
     else:
-        inside, reach = _measure_on(device, ellipsoids, points, members, ranks)
-    reach[:, steps[None, :] > totals[:, None]] = np.inf
+        inside, sorted_distances = _measure_on(device, ellipsoids, points, members, counts_at)
+    sorted_distances[:, steps[None, :] > totals[:, None]] = np.inf
     packed, cell = _distinct(np.packbits(inside, axis=1))
     cells = np.unpackbits(packed, axis=1, count=len(ellipsoids)).astype(bool)
     counts = np.zeros((len(cells), classes), dtype=np.int64)
     np.add.at(counts, (cell, codes), 1)
-    return Ledger(cells, counts, reach, ranks.astype(np.int64))
+    return Ledger(cells, counts, sorted_distances, counts_at.astype(np.int64))
 
 
 def _measure(
-    ellipsoids: Sequence[Ellipsoid], points: Float[Array, "N D"], members: list[Array], ranks: Int[Array, "C Q"]
+    ellipsoids: Sequence[Ellipsoid], points: Float[Array, "N D"], members: list[Array], counts_at: Int[Array, "C Q"]
 ) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
-    """Which points lie in which ellipsoid, and the distances of the given ranks among the members of every class."""
+    """Which points lie in which ellipsoid, and the distances of the given counts_at among the members of every class."""
     inside = np.empty((len(points), len(ellipsoids)), dtype=bool)
-    reach = np.empty((len(ellipsoids), *ranks.shape))
+    sorted_distances = np.empty((len(ellipsoids), *counts_at.shape))
     for k, ellipsoid in enumerate(ellipsoids):
         distance = ellipsoid.distance(points)
         inside[:, k] = distance <= 1.0 + SURFACE_TOLERANCE
         for c, rows in enumerate(members):
-            reach[k, c] = np.sort(distance[rows])[ranks[c] - 1]
-    return inside, reach
+            sorted_distances[k, c] = np.sort(distance[rows])[counts_at[c] - 1]
+    return inside, sorted_distances
 
 
 def _measure_on(
@@ -100,7 +101,7 @@ def _measure_on(
     ellipsoids: Sequence[Ellipsoid],
     points: Float[Array, "N D"],
     members: list[Array],
-    ranks: Int[Array, "C Q"],
+    counts_at: Int[Array, "C Q"],
 ) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
     """The same in torch, many ellipsoids at a time."""
     import torch
@@ -109,14 +110,16 @@ def _measure_on(
     whiteners = torch.from_numpy(np.stack([e.whitener for e in ellipsoids])).to(device)
     z = torch.from_numpy(points).to(device)
     rows = [torch.from_numpy(own).to(device) for own in members]
-    places = torch.from_numpy(ranks - 1).to(device)
-    inside, reach = [], []
+    places = torch.from_numpy(counts_at - 1).to(device)
+    inside, sorted_distances = [], []
     for c, w in zip(*(t.split(max(1, _BATCH // z.numel())) for t in (centers, whiteners)), strict=True):
         distance = torch.linalg.vector_norm((z - c[:, None]) @ w.mT, dim=2)
         inside.append((distance <= 1.0 + SURFACE_TOLERANCE).T.contiguous().cpu())
         ordered = (distance[:, own].sort(dim=1).values for own in rows)
-        reach.append(torch.stack([d[:, place] for d, place in zip(ordered, places, strict=True)], dim=1).cpu())
-    return torch.cat(inside, dim=1).numpy(), torch.cat(reach).numpy()
+        sorted_distances.append(
+            torch.stack([d[:, place] for d, place in zip(ordered, places, strict=True)], dim=1).cpu()
+        )
+    return torch.cat(inside, dim=1).numpy(), torch.cat(sorted_distances).numpy()
 
 
 def _distinct(rows: Array) -> tuple[Array, Int[Array, "N"]]:

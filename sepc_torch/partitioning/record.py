@@ -197,7 +197,7 @@ class Partition:
                 metadata["hyperplanes"], arrays["hyperplane_w"], arrays["hyperplane_levels"], strict=True
             )
         )
-        ledger = Ledger(arrays["cells"], arrays["counts"], arrays["reach"], arrays["ranks"])
+        ledger = Ledger(arrays["cells"], arrays["counts"], arrays["sorted_distances"], arrays["counts_at"])
         names = metadata["feature_names"]
         return cls(
             ellipsoids,

@@ -103,7 +103,7 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
     head = torch.tensor(header, dtype=torch.int32, device=totals.device)
     words = torch.cat([torch.nn.functional.pad(head, (0, -len(head) % _ALIGNED)), *parts])
     words = torch.nn.functional.pad(words, (0, -len(words) % PAGE))
-    double = training.reach.dtype == torch.float64
+    double = training.sorted_distances.dtype == torch.float64
     merged = "merged" in sections
     heavy = _entry_words((training.counts >= 2**LOW_DIGITS).sum(dim=0)).max()
     of_entries = sizes["most_words"], int(heavy), sizes["digits"]
@@ -139,7 +139,7 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
       within each, and the trust in the ellipsoid's own class.
     """
     device = training.codes.device
-    classes, size = training.reach.shape[1:]
+    classes, size = training.sorted_distances.shape[1:]
     order = torch.argsort(training.codes, stable=True)
     codes = training.codes[order]
     cells = training.cells[:, order].cpu().numpy()
@@ -188,11 +188,11 @@ def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[s
         "sums": sums,
         "verdicts": (4 * label + 2 * torn + narrow).int(),
         "trusts": _trust(counts.gather(1, label[:, None])[:, 0], totals[label], sums),
-        "reach": training.reach[order],
-        "ranks": torch.nn.functional.pad(training.ranks, (1, 0)).int(),
+        "reach": training.sorted_distances[order],
+        "ranks": torch.nn.functional.pad(training.counts_at, (1, 0)).int(),
     }
-    if training.reach.numel() <= _MOST_MERGED:
-        sections |= _merged(sections["reach"], codes, training.ranks, totals)
+    if training.sorted_distances.numel() <= _MOST_MERGED:
+        sections |= _merged(sections["reach"], codes, training.counts_at, totals)
     return sizes, sections
 
 
@@ -234,8 +234,12 @@ def addressable(training: TrainingCounts) -> bool:
 
 def _words(training: TrainingCounts) -> int:
     """How many words the tables have, at most."""
-    ellipsoids, classes, size = training.reach.shape
-    cells, distances, wide = len(training.cells), training.reach.numel(), training.reach.element_size() // 4
+    ellipsoids, classes, size = training.sorted_distances.shape
+    cells, distances, wide = (
+        len(training.cells),
+        training.sorted_distances.numel(),
+        training.sorted_distances.element_size() // 4,
+    )
     merged = (wide + 4) * distances + (4 + wide * GUIDE) * ellipsoids if distances <= _MOST_MERGED else 0
     patterns = (ellipsoids // WORD + 1 + lane_bits(ellipsoids)) * cells
     of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())

@@ -13,8 +13,8 @@ from overlapping_classes import batch, draw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sepc_torch import SEPC, TrustHead, head, projection
-from sepc_torch.head import neighbours
+from sepc_torch import SEPC, TrustHead
+from sepc_torch.head import neighbours, projection, trust_head
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 
@@ -98,7 +98,7 @@ class TestLogitsThatHoldNaN:
         with pytest.raises(ValueError, match="logits hold NaN"):
             calibrated(rng).calibrate(x, labels, holed)  # nothing is learnt from them, whatever the policy
         # A graph that is being recorded cannot stop halfway: there every policy flags.
-        monkeypatch.setattr(head, "may_look", lambda _: False)
+        monkeypatch.setattr(trust_head, "can_synchronize", lambda _: False)
         out = model(batch(x), logits=holed)
         assert torch.equal(out.network_label < 0, silent)
         assert not out.accept[silent].any()

@@ -1,4 +1,4 @@
-"""Cells, counts and reach against a table of every point in every ellipsoid."""
+"""Cells, counts and sorted_distances against a table of every point in every ellipsoid."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_the_reach_of_large_classes_is_short_by_the_stated_error(
     points = rng.normal(size=(len(codes), 2))
     es = random_ellipsoids(rng, 2, 2)
     found = ledger(es, points, codes, 2, device)
-    assert found.count_error == -(-size // RESOLUTION) - 1, "ranks are not spread evenly"
-    left_out = np.setdiff1d(np.arange(1, size + 1), found.ranks[0])
+    assert found.count_error == -(-size // RESOLUTION) - 1, "counts_at are not spread evenly"
+    left_out = np.setdiff1d(np.arange(1, size + 1), found.counts_at[0])
     shortfalls = []
     for k, e in enumerate(es):
         # The distances of points that were left out are where counts fall short.
@@ -118,5 +118,5 @@ def test_no_training_point_can_be_read_back(rng: np.random.Generator) -> None:
     shapes = set()
     for size in (4 * RESOLUTION, 8 * RESOLUTION):
         found = ledger(es, rng.normal(size=(size, 2)), np.arange(size) % 2, 2)
-        shapes.add((found.reach.shape, found.ranks.shape))
+        shapes.add((found.sorted_distances.shape, found.counts_at.shape))
     assert shapes == {((2, 2, RESOLUTION), (2, RESOLUTION))}

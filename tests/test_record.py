@@ -105,7 +105,7 @@ def changed(part: Partition) -> dict[str, Partition]:
         "class counts": replace(part, class_counts=part.class_counts + 1),
         "cells": replace(part, ledger=held._replace(cells=cells)),
         "cell counts": replace(part, ledger=held._replace(counts=held.counts + 1)),
-        "reach": replace(part, ledger=held._replace(reach=held.reach * 2)),
+        "sorted_distances": replace(part, ledger=held._replace(sorted_distances=held.sorted_distances * 2)),
         "names": replace(part, feature_names=("a", "b")),
         "parameters": replace(part, made={**part.made, "max_impure": 3}),
     }

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
+from synchronisation_checks import waiting_is_an_error
 from torch import Tensor
-from waiting_checks import waiting_is_an_error
 
 from sepc_torch.head.conformal import (
     RiskThreshold,
