@@ -295,21 +295,20 @@ def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[s
 
 def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
     """The true classes as indices, -1 for labels that the model does not know; compared as text, as files keep them."""
-    import numpy as np
-
     from sepc_torch.cli_tables import labels, named
+    from sepc_torch.data.arrays import label_codes
 
-    position = {str(name): code for code, name in enumerate(sepc.classes)}
+    known = list(map(str, sepc.classes))
     given = [str(name) for name in labels(table, label).tolist()]
-    unknown = sorted(set(given) - set(position))
+    unknown = sorted(set(given) - set(known))
     if len(unknown) == len(set(given)):
         raise ValueError(
             f"{str(table.path)!r}, column {label!r}: the model knows none of the labels {named(unknown)}; "
-            f"it knows {named(list(position))}."
+            f"it knows {named(known)}."
         )
     if unknown:
         _note(f"labels that the model does not know count as mistakes: {named(unknown)}")
-    return np.array([position.get(name, -1) for name in given], dtype=np.int64)
+    return label_codes(given, known)
 
 
 def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:

@@ -16,6 +16,7 @@ from sklearn.neural_network import MLPClassifier
 
 from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
 from sepc_torch.cli_tables import summary
+from sepc_torch.data.arrays import label_codes
 from sepc_torch.data.text_table import text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
@@ -80,7 +81,7 @@ def _fit(split: Split, folder: Path) -> SEPC:
 
 def _score(sepc: SEPC, split: Split) -> None:
     _title(f"3. Score the {len(split.held_out)} records that were held out")
-    truth = np.array([sepc.classes.index(label) for label in split.held_out_labels.tolist()])
+    truth = label_codes(split.held_out_labels.tolist(), sepc.classes)
     out = sepc(sepc.as_tensor(split.held_out))
     found = summary(out, truth, _THRESHOLD)
     print(found)

@@ -12,6 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
+from sepc_torch.data.arrays import label_codes
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.sepc import SEPC, Nearest
@@ -216,9 +217,9 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         labels = column_or_1d(y)
         if len(labels) != expected:
             raise ValueError(f"X has {expected} rows and y has {len(labels)} labels; one label per row is needed.")
-        position = {label: code for code, label in enumerate(self.classes_.tolist())}
-        unknown = sorted({str(label) for label in labels.tolist() if label not in position})
-        if unknown:
-            known = ", ".join(map(str, position))
+        codes = label_codes(labels.tolist(), self.classes_.tolist())
+        if (codes < 0).any():
+            unknown = sorted(map(str, set(labels[codes < 0].tolist())))
+            known = ", ".join(map(str, self.classes_.tolist()))
             raise ValueError(f"y holds labels that fit did not see: {', '.join(unknown)}. It saw {known}.")
-        return np.array([position[label] for label in labels.tolist()], dtype=np.int64)
+        return codes

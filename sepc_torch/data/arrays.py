@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -206,6 +207,16 @@ def label_array(y: Any, name: str = "y") -> Array:
     return labels
 
 
+def label_codes(labels: Iterable[Any], classes: Iterable[Any]) -> Int[Array, "N"]:
+    """The index of every label in ``classes``, -1 for a label that is not among them.
+
+    >>> label_codes(["b", "a", "z"], ["a", "b"])
+    array([ 1,  0, -1])
+    """
+    code = {label: index for index, label in enumerate(classes)}
+    return np.array([code.get(label, -1) for label in labels], dtype=np.int64)
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """A clear error for an option that is none of the choices."""
     if value not in choices:
@@ -223,5 +234,4 @@ def _reorder(found: Array, codes: Int[Array, "N"], classes: Array) -> tuple[Arra
     unknown = [label for label in present if label not in wanted]
     if unknown:
         raise ValueError(f"y holds the labels {unknown}, which classes={wanted} does not name.")
-    position = np.array([wanted.index(label) for label in present])
-    return classes, position[codes]
+    return classes, label_codes(present, wanted)[codes]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_array
+from sepc_torch.data.arrays import label_array, label_codes
 from sepc_torch.model.device_sync import can_synchronize
 from sepc_torch.shapes import Bool, Int
 
@@ -102,14 +102,14 @@ def class_codes(labels: Any, classes: list[Any], points: int, device: torch.devi
     given = label_array(labels, "labels")
     if given.shape != (points,):
         raise ValueError(f"{points} embeddings need {points} labels, got {given.shape}.")
-    place = {label: code for code, label in enumerate(classes)}
-    strangers = sorted({repr(label) for label in given.tolist() if label not in place})
-    if strangers:
+    codes = label_codes(given.tolist(), classes)
+    if (codes < 0).any():
+        strangers = sorted(map(repr, set(given[codes < 0].tolist())))
         raise ValueError(
             f"The head was not fitted on the labels {', '.join(strangers[:5])}; it knows {len(classes)}, such as "
             f"{classes[0]!r}. Give labels of that type, and leave points of unknown classes out."
         )
-    return torch.tensor([place[label] for label in given.tolist()], device=device)
+    return torch.from_numpy(codes).to(device)
 
 
 def check_labels(y: Tensor, rows: int) -> None:

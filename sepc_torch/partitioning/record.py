@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sepc_torch.data import files
+from sepc_torch.data.arrays import label_codes
 from sepc_torch.data.text_table import text_table
 from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.partitioning.cells import Ledger
@@ -99,8 +100,7 @@ class Partition:
     @property
     def codes(self) -> Int[Array, "K"]:
         """The class of each ellipsoid, as an index into ``classes``."""
-        position = {label: code for code, label in enumerate(self.classes.tolist())}
-        return np.array([position[e.label] for e in self.ellipsoids], dtype=np.int64)
+        return label_codes((e.label for e in self.ellipsoids), self.classes.tolist())
 
     def distances(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         r"""Mahalanobis distance of every point to every ellipsoid."""
