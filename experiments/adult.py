@@ -1,10 +1,11 @@
-"""Adult: strongly overlapping classes, degenerate features, and trust as the way out (Figures 4 and 5 of the paper).
+"""Adult: trust where classes overlap strongly and features are degenerate (Figures 4 and 5 of the paper).
 
-The paper takes one stratum of Adult, five features, and finds: overlap ratios near one half; in the first iteration
-only records without capital gain or loss, whose ellipsoid does not exist without noise; with max_impure 10 17
-ellipsoids a class; test points in 66 regions; accuracy 52.5 % against 69.5 % of a decision tree. It claims that
-misclassified points have low trust, that accepting only trust above 95 % makes the rest accurate, and that wrong
-points of high trust lie outside every ellipsoid. On all 30 162 records it gave up. Which of this holds?
+The paper takes one stratum of Adult with five features. It reports overlap ratios near one half. The first iteration
+takes only records without capital gain or loss, and their ellipsoid does not exist without noise. With max_impure 10
+there are 17 ellipsoids a class, test points in 66 regions, and an accuracy of 52.5 % against 69.5 % of a decision tree.
+The paper claims that misclassified points have low trust, that labels with trust above 95 % are accurate, and that
+wrong points of high trust lie outside every ellipsoid. It found no ellipsoids on all 30 162 records. This script checks
+each of these statements.
 
     SEPC_DATA=... python experiments/adult.py
 """
@@ -43,7 +44,7 @@ GAIN, LOSS = STRATUM_FEATURES.index("capital-gain"), STRATUM_FEATURES.index("cap
 
 
 def overlap(data: Data, solver: str) -> dict[str, Any]:
-    """Overlap ratios with all five features and without capital-gain, whose range the rarer class stretches."""
+    """Overlap ratios with all five features, and without capital-gain, which has outliers in the rarer class."""
     x, y = data
     whole = landscape(x, y, max_impure=MAX_IMPURE, solver=solver)
     without = landscape(np.delete(x, GAIN, axis=1), y, max_impure=MAX_IMPURE, solver=solver)
@@ -62,7 +63,7 @@ def first_subset(part: Partition, data: Data) -> np.ndarray:
 
 
 def flat(part: Partition, data: Data) -> tuple[int, int]:
-    """How many ellipsoids cover only records without capital gain and loss, of how many."""
+    """The number of ellipsoids that cover only records without capital gain and loss, and the number of all."""
     x, y = data
     larger = [e for e in part.ellipsoids if e.covered > 1]
     zero = [not x[e.contains(x) & (y == e.label)][:, [GAIN, LOSS]].any() for e in larger]
@@ -70,7 +71,7 @@ def flat(part: Partition, data: Data) -> tuple[int, int]:
 
 
 def noisy(x: np.ndarray, seed: int) -> np.ndarray:
-    """The paper's cure for flat subsets: uniform noise of low magnitude on capital gain and loss; we take [0, 1)."""
+    """Features with the paper's noise against flat subsets: uniform on capital gain and loss, here in [0, 1)."""
     z = x.copy()
     z[:, [GAIN, LOSS]] += np.random.default_rng(seed).uniform(0.0, 1.0, (len(x), 2))
     return z
@@ -85,7 +86,7 @@ def peers(seed: int) -> dict[str, Any]:
 
 
 def splits(data: Data, count: int, seed: int, solver: str) -> tuple[list[dict[str, Any]], Judged, Judged]:
-    """Repeated 80-20 splits; of the first one also SEP-C's and the tree's judgement of every test point."""
+    """Results of repeated 80-20 splits, and the test points of the first split as SEP-C and the tree judge them."""
     x, y = data
     rough = noisy(x, seed)
     rows: list[dict[str, Any]] = []
@@ -93,7 +94,7 @@ def splits(data: Data, count: int, seed: int, solver: str) -> tuple[list[dict[st
         part = partition(x[train], y[train], max_impure=MAX_IMPURE, solver=solver)
         models = {name: model.fit(x[train], y[train]) for name, model in peers(seed).items()}
         judged, leaves = judge(part, x[test], y[test], ("L", "H")), judge_by_leaf(models["tree"], x[test], y[test])
-        # The paper's own preparation: noise instead of a floor, and features in their own units.
+        # The paper's preparation: noise instead of a floor, and features in their own units.
         raw = partition(rough[train], y[train], max_impure=MAX_IMPURE, solver=solver, standardize=False)
         rows.append(
             {
@@ -117,7 +118,7 @@ def splits(data: Data, count: int, seed: int, solver: str) -> tuple[list[dict[st
 
 
 def whole_set(data: Data, seed: int) -> dict[str, Any]:
-    """All records, categories numbered: does the floor carry SEP-C through where the paper gave up?"""
+    """SEP-C on all records with numbered categories, where the paper found no ellipsoids; ours have a floor."""
     x, y = data
     x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.2, stratify=y, random_state=seed)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the paper says of Adult beside what ``adult.py`` computed."""
+"""Rows that compare the paper's statements on Adult with the results of ``adult.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from regions import percent, reproduced, spread
 
 
 def table(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The paper's statements beside ours."""
+    """Rows that compare the paper's statements with our results."""
     rows = found["splits"]
     first, ours = rows[0]["sepc"], [row["sepc"] for row in rows]
     raw, whole, ratio = [row["sepc_as_in_the_paper"] for row in rows], found["whole_set"], found["overlap"]

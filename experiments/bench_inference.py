@@ -1,14 +1,14 @@
-"""Batched distances on the CPU against what people run today, side by side in one process.
+"""Speed and memory of batched distances on the CPU, compared with other methods in the same process.
 
 Claim: ``EllipsoidBank`` is at least 5 times faster than a loop over classes that forms an N x N product to take its
 diagonal, and faster than scikit-learn's ``GaussianMixture`` density with as many components, in less memory.
 
     python experiments/bench_inference.py
 
-``n_by_n`` is that loop, as Mahalanobis detectors have long been written (pytorch-ood until its issue 146); ``loop``
-is the loop over classes without the product, as pytorch-ood 0.4.0 writes it, here with a matrix per class;
-``mixture`` is scikit-learn. All get float32 and the same centres and matrices; distances agree to float32's
-accuracy, which is checked. ``forward`` is the whole classifier with rules and trust.
+``n_by_n`` is the loop with the N x N product, as in pytorch-ood until its issue 146. ``loop`` is the loop over classes
+without the product, as in pytorch-ood 0.4.0, here with a matrix per class. ``mixture`` is scikit-learn. All methods get
+float32 and the same centres and matrices. The script checks that the distances agree to float32's accuracy. ``forward``
+is the whole classifier with rules and trust.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from sepc_torch.ellipsoid import triangular_whitener
 
 SIZES = [(2000, 10, 16), (2000, 10, 64), (2000, 100, 32), (20_000, 10, 32), (20_000, 100, 32), (100_000, 128, 64)]
 SMOKE = [(200, 10, 8)]
-# The N x N product of more rows than this does not fit a small machine, nor anyone's patience.
+# With more rows the N x N product does not fit into the memory of a small machine.
 MOST_ROWS_N_BY_N = 20_000
 
 
 def loop(z: Tensor, centers: Tensor, precisions: Tensor) -> Tensor:
-    """A loop over classes, without the N x N product."""
+    """Distances by a loop over classes, without the N x N product."""
     scores = []
     for center, precision in zip(centers, precisions, strict=True):
         centred = z - center
@@ -48,7 +48,7 @@ def loop(z: Tensor, centers: Tensor, precisions: Tensor) -> Tensor:
 
 
 def n_by_n(z: Tensor, centers: Tensor, precisions: Tensor) -> Tensor:
-    """The same with an N x N matrix built for its diagonal."""
+    """Distances by a loop over classes that takes the diagonal of an N x N product."""
     scores = []
     for center, precision in zip(centers, precisions, strict=True):
         centred = z - center
@@ -77,7 +77,7 @@ def seconds(function: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_bytes(kind: str, rows: int, count: int, dim: int, seed: int) -> int:
-    """How much the resident memory of a fresh process grows at most while it evaluates one of the methods."""
+    """The largest growth of a fresh process's resident memory while it evaluates one method."""
     script = Path(__file__).resolve()
     command = [sys.executable, str(script), "--peak-of", kind, *map(str, (rows, count, dim)), "--seed", str(seed)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
@@ -85,7 +85,7 @@ def peak_bytes(kind: str, rows: int, count: int, dim: int, seed: int) -> int:
 
 def report_peak(kind: str, rows: int, count: int, dim: int, rng: np.random.Generator) -> None:
     methods, z = prepare(rows, count, dim, rng)
-    methods[kind](z[:10])  # load what the first call loads
+    methods[kind](z[:10])  # the first call loads libraries
     before = most = resident_bytes()
     worker = threading.Thread(target=methods[kind], args=(z,))
     worker.start()
@@ -96,7 +96,7 @@ def report_peak(kind: str, rows: int, count: int, dim: int, rng: np.random.Gener
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now (Linux)."""
+    """The resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -137,7 +137,7 @@ def measure(rows: int, count: int, dim: int, rng: np.random.Generator, repeats: 
 
 
 def forward(rng: np.random.Generator, rows: int, repeats: int) -> dict[str, Any]:
-    """The whole classifier on a partition with real overlap, relative to its distances alone."""
+    """Time of the whole classifier on a partition with overlap, relative to its distances alone."""
     labels = rng.integers(0, 5, 5000)
     x = rng.normal(size=(5000, 8)) + 1.5 * rng.normal(size=(5, 8))[labels]
     sepc = SEPC.from_partition(partition(x, labels, max_impure=10, progress=False))

@@ -1,4 +1,4 @@
-"""Minimum-volume ellipsoid layers: the native backend against cvxpylayers, forward and backward, side by side.
+"""Speed of minimum-volume ellipsoid layers: the native backend against cvxpylayers, forward and backward.
 
 Claim: native is at least 15 times faster than cvxpylayers at 100 points x 10 dims in batches of 32 and 40 times at
 300 x 30, and never more than 1.5 times slower at any size.
@@ -6,10 +6,10 @@ Claim: native is at least 15 times faster than cvxpylayers at 100 points x 10 di
     python experiments/bench_layers.py
     python experiments/bench_layers.py --gpu      # native alone, batches of 256 on a CUDA device; needs no cvxpy
 
-CPU times of one thread, the least of some repeats, all sets of a batch together; both backends get the same points in
-the same process, and cvxpylayers has stated its program before. At 300 x 30 it would take minutes for a batch of
-32: it solves one set after the other, so that its time for a batch is the number of sets times that of one, and this
-is what the table holds there (marked "scaled"). On the GPU wall times, with the device synchronised.
+CPU times are of one thread, the least of some repeats, for all sets of a batch together. Both backends get the same
+points in the same process, and cvxpylayers builds its program before the timing. At 300 x 30 cvxpylayers would take
+minutes for a batch of 32. It solves the sets one after the other, so the table holds the time of one set times the
+number of sets (marked "scaled"). On the GPU the script takes wall times and synchronises the device.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sepc_torch.layers import MVELayer
 SIZES = [(30, 2), (100, 5), (100, 10), (300, 30)]
 BATCHES = [1, 8, 32]
 GPU_BATCH = 256
-# cvxpylayers runs whole batches up to this many numbers in all; beyond it one set stands for all.
+# cvxpylayers runs whole batches up to this many numbers; for more, the time of one set is scaled.
 MEASURED = 80_000
 TARGETS = {(100, 10, 32): 15.0, (300, 30, 1): 40.0, (300, 30, 8): 40.0, (300, 30, 32): 40.0}
 
 
 def steps(layer: MVELayer, z: torch.Tensor, seed: int) -> tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]:
-    """Forward and backward of a random linear function of centre and whitener."""
+    """Functions that run the forward and the backward pass of a random linear function of centre and whitener."""
     generator = torch.Generator().manual_seed(seed)
     dim = z.shape[-1]
     a = torch.randn(dim, dim, generator=generator, dtype=torch.float64).to(z.device)
@@ -57,7 +57,7 @@ def side_by_side(points: int, dims: int, batch: int, seed: int) -> dict[str, Any
     rng = np.random.default_rng([seed, points, dims, batch])
     z = torch.from_numpy(rng.normal(size=(batch, points, dims)) @ rng.normal(size=(dims, dims))).requires_grad_()
     stated = MVELayer(points, dims, backend="cvxpylayers")
-    stated(z[:1].detach())  # states the program
+    stated(z[:1].detach())  # builds the program
     native = measure(MVELayer(points, dims), z, seed, repeats=7)
     whole = batch * points * dims <= MEASURED
     part = z if whole else z[:1].detach().requires_grad_()
@@ -90,7 +90,7 @@ def on_gpu(points: int, dims: int, batch: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng([seed, points, dims, batch])
     z = torch.from_numpy(rng.normal(size=(batch, points, dims)) @ rng.normal(size=(dims, dims))).cuda().requires_grad_()
     forward, backward = steps(MVELayer(points, dims), z, seed)
-    backward(forward())  # the first call starts libraries
+    backward(forward())  # the first call loads libraries
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     forward_s, e = wall_time(forward, 5)
@@ -108,7 +108,7 @@ def on_gpu(points: int, dims: int, batch: int, seed: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The versions in use; a machine that only has torch and NumPy has no SciPy to name."""
+    """Versions and machine; a machine with only torch and NumPy has no version of SciPy."""
     try:
         return environment("torch")
     except PackageNotFoundError:
@@ -148,7 +148,7 @@ def gpu_rows(options: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="measure native on a CUDA device instead")
+    parser.add_argument("--gpu", action="store_true", help="measure the native backend on a CUDA device instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = gpu_rows(options) if options.gpu else cpu_rows(options)

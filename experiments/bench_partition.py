@@ -1,14 +1,14 @@
-"""How the partition scales: synthetic 10-class embeddings, and real ones where SEPC_DATA has them.
+"""Time of a whole partition by number of points and dimensions.
 
-Claim: 50 000 real embeddings in 16 dimensions, 10 classes, max_impure 50, take under 60 CPU seconds (a first
-prototype took 310), and CPU time grows close to linearly in the number of points: an exponent of at most 1.25 from
-10 000 to 50 000. The sizes of one draw are nested, the first points of the largest; three draws show the spread.
+Claim: 50 000 real embeddings in 16 dimensions, 10 classes, max_impure 50, take under 60 CPU seconds, and CPU time
+grows close to linearly in the number of points: an exponent of at most 1.25 from 10 000 to 50 000. Synthetic
+embeddings have 10 classes; the smaller sets of a draw are the first points of the largest, and three draws show the
+spread. Real embeddings are read from SEPC_DATA and left out without it.
 
     SEPC_DATA=... python experiments/bench_partition.py
 
-The share of time per program is measured inside the same runs: ``cover`` are minimum-volume ellipsoids with the
-questions asked of them, ``hulls`` the closest points of reduced hulls, ``disjoint`` the tests of whether two
-ellipsoids meet.
+The share of time per program is measured inside the same runs: ``cover`` is minimum-volume ellipsoids and queries of
+them, ``hulls`` the closest points of reduced hulls, ``disjoint`` the tests of whether two ellipsoids intersect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROGRAMS = {
 
 
 def embeddings(count: int, dim: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Ten classes with some overlap: curved, anisotropic clusters with heavy tails, as trained encoders give."""
+    """Synthetic embeddings of ten overlapping classes: curved, anisotropic clusters with heavy tails."""
     labels = rng.integers(0, 10, count)
     centers = rng.normal(size=(10, dim)) * 1.6 / np.sqrt(dim / 8)
     shapes = rng.normal(size=(10, dim, dim)) / np.sqrt(dim)
@@ -51,7 +51,7 @@ def embeddings(count: int, dim: int, rng: np.random.Generator) -> tuple[np.ndarr
 
 
 def fashion(dim: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """50 000 embeddings of a small CNN, projected on their first principal components."""
+    """50 000 embeddings of a small CNN, projected onto their first principal components."""
     folder = os.environ.get("SEPC_DATA")
     if folder is None or not (Path(folder) / "fashion_mnist_cnn_features.npz").is_file():
         return None
@@ -65,7 +65,7 @@ def fashion(dim: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 @contextmanager
 def measured(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
-    """Count the time and the calls of each program inside the separator."""
+    """Record the time and the calls of each program inside the separator."""
     originals = {(owner, name): getattr(owner, name) for owner, name in PROGRAMS}
     depth = 0
 
@@ -78,7 +78,7 @@ def measured(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
                 return function(*args, **kwargs)
             finally:
                 depth -= 1
-                if depth == 0:  # a test of disjointness covers sets too; its time counts once
+                if depth == 0:  # a disjointness test also covers sets; its time counts once
                     spent[program] += time.process_time() - begun
                     calls[program] += 1
 
@@ -132,7 +132,7 @@ def main() -> None:
             x, y = embeddings(LARGEST, dim, np.random.default_rng([options.seed, dim, draw]))
             spent = {}
             for count in (500,) if options.smoke else (2000, 10_000, LARGEST) if draw == 0 else (10_000, LARGEST):
-                # Tolerated impurity in proportion to the class, as one would choose it: 1 in 100.
+                # Tolerated impurity in proportion to the class: 1 in 100.
                 row = measure("synthetic", x[:count], y[:count], max_impure=max(2, count // 1000))
                 rows.append(row | {"draw": draw})
                 spent[count] = row["cpu_s"]
@@ -144,7 +144,7 @@ def main() -> None:
     for dim in (16, 32):
         real = fashion(dim)
         if real is None:
-            print("real embeddings: skipped, SEPC_DATA does not have fashion_mnist_cnn_features.npz")
+            print("real embeddings: left out, SEPC_DATA has no fashion_mnist_cnn_features.npz")
             break
         rows.append(measure("fashion", *real, max_impure=50))
     for dims, exponents in growth.items():

@@ -1,16 +1,16 @@
-"""What a CUDA device does for a partition: the CPU's cores alone and with it, and why it is not more.
+"""Time of a partition with a CUDA device, compared with the CPU's cores alone, and the limit of a port.
 
-Claim: with ``device="cuda"`` the same ellipsoids, to the last bit, and the same cells are found, and counting the
-training points, which is a quarter of the time on 16 cores, is at least 10 times faster. The whole is not 5 times
-faster, and cannot be with this algorithm in torch's operators: separating a class is a chain of thousands of Newton
-steps on a few hundred points, each of which needs the last, and the arithmetic of the longest chain alone, all
-classes at once and without a single decision, takes the device more than a fifth of the time that 16 cores need.
+Claim: with ``device="cuda"`` the partition finds bit-identical ellipsoids and the same cells. Counting the training
+points, a quarter of the time on 16 cores, is at least 10 times faster. The whole is not 5 times faster, and cannot be
+with this algorithm in torch's operators: separating a class is a sequence of thousands of Newton steps on a few hundred
+points, and each step needs the previous one. The arithmetic of the longest sequence alone, for all classes at once and
+without decisions, takes the device more than a fifth of the time of 16 cores.
 
     python experiments/bench_partition_gpu.py
 
-50 000 x 32 synthetic points of ten classes, max_impure 50, processes and device warm, the best of two runs. What is
-replayed on the device is what :mod:`partition_chain` records in one more run on the CPU, of the class that takes
-longest.
+The data are 50 000 x 32 synthetic points of ten classes, with max_impure 50. Processes and device are warm, and times
+are the best of two runs. :mod:`partition_chain` records the class that takes longest in one more run on the CPU, and
+replays its steps on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sepc_torch.solvers.affine_hull import affine_hull
 CORES = 16
 WANTED = 5.0
 FRESH = 20_000
-# Gap to which the partition's ellipsoids are certified, see Separator.
+# The gap to which the partition's ellipsoids are certified; see Separator.
 TOLERANCE = 1e-7
 
 
@@ -58,7 +58,7 @@ def certified(part: Partition) -> dict[str, Any]:
 
 
 def agreement(mine: Partition, theirs: Partition, fresh: np.ndarray) -> dict[str, Any]:
-    """How far two partitions are the same."""
+    """Whether two partitions have the same ellipsoids, cells and predictions."""
     z = torch.from_numpy(fresh).float()
     labels = [SEPC.from_partition(part)(z).label for part in (mine, theirs)]
     pairs = list(zip(mine.ellipsoids, theirs.ellipsoids, strict=False))
@@ -77,7 +77,7 @@ def agreement(mine: Partition, theirs: Partition, fresh: np.ndarray) -> dict[str
 
 
 def floor(x: np.ndarray, y: np.ndarray, max_impure: int, jobs: int, device: torch.device, seed: int) -> dict[str, Any]:
-    """The chains of all classes on the CPU, and the longest one's arithmetic on the device."""
+    """The recorded steps of all classes on the CPU, and the arithmetic of the longest sequence on the device."""
     standard = np.ascontiguousarray((x - x.mean(axis=0)) / feature_scale(x))
     rank = affine_hull(standard).rank
     parameters = {"max_impure": max_impure, "floor": DEFAULT_FLOOR, "dim": rank, "solver": "native", "metric": None}
@@ -121,7 +121,7 @@ def main() -> None:
         print("no CUDA device: nothing to measure")
         return
     if options.smoke:
-        torch.set_num_threads(1)  # on few cores, threads only wait for each other here
+        torch.set_num_threads(1)  # with few cores, more threads are slower here
     device = torch.device("cpu" if options.smoke else "cuda")
     count, dim, fresh = (1000, 12, 200) if options.smoke else (LARGEST, 32, FRESH)
     jobs, repeats = (1, 1) if options.smoke else (CORES, 2)
@@ -133,7 +133,7 @@ def main() -> None:
         return partition(x[rows], y[rows], max_impure=max_impure, n_jobs=jobs, progress=False, device=where)
 
     for where in (None, device):
-        run(where, slice(count // 10))  # starts the processes and the device
+        run(where, slice(count // 10))  # warms up the processes and the device
     rows = {"cpu": best(lambda: run(None), repeats), "with device": best(lambda: run(device), repeats)}
     mine, theirs = (row.pop("partition") for row in rows.values())
     checks = {name: certified(part) for name, part in (("cpu", mine), ("with device", theirs))}
@@ -145,14 +145,14 @@ def main() -> None:
         head[name] = time.perf_counter() - begun
     found = floor(x, y, max_impure, jobs, device, options.seed)
     replayed = found["device"]
-    # What the port would take at least: the replay, with the hull steps as they are, and the counting.
+    # A lower bound for a port: the replay with whole hull steps, and the counting.
     whole = replayed["floor"] - replayed["seconds"]["hull steps"] + replayed["hull_steps_whole"]
     least = {
         "algebra_s": replayed["floor"] + rows["with device"]["count"],
         "with_vectors_s": whole + rows["with device"]["count"],
         "with_decisions_s": whole + replayed["decisions"] + rows["with device"]["count"],
     }
-    if replayed["hull_steps_captured"] is not None:  # of a port in CUDA graphs, the hull steps alone
+    if replayed["hull_steps_captured"] is not None:  # a port in CUDA graphs: the hull steps alone
         least["hull_steps_in_graphs_s"] = replayed["hull_steps_captured"] + rows["with device"]["count"]
     verdict = {
         "speedup": rows["cpu"]["wall_s"] / rows["with device"]["wall_s"],

@@ -1,15 +1,15 @@
-"""Minimum-volume ellipsoids: the native solver against cvxpy, side by side in one process and on one thread.
+"""Speed of minimum-volume ellipsoids: the native solver against cvxpy, in one process and on one thread.
 
 Claim: to the same relative gap (1e-7) the native solver is at least 8 times faster than the direct triangular
-statement with Clarabel at 50 x 2, 50 times at 1000 x 5 and 100 times at 1000 x 10 and 200 x 30; 100 000 x 30 takes
-under 1.5 s, 10 000 x 64 under 1 s, 100 000 x 128 under 12 s; and at fixed dimension its time grows no faster than
-linearly in the number of points.
+program with Clarabel at 50 x 2, 50 times at 1000 x 5 and 100 times at 1000 x 10 and 200 x 30. 100 000 x 30 takes
+under 1.5 s, 10 000 x 64 under 1 s, 100 000 x 128 under 12 s. At fixed dimension the time grows no faster than linearly
+in the number of points.
 
     python experiments/bench_solvers.py
 
-``direct`` states program (2) over all points at once with a triangular factor; ``generated`` is the project's own
-cvxpy path, the same statement inside constraint generation. Both get whitened points, without which Clarabel fails
-on more sets.
+``direct`` states program (2) over all points at once with a triangular factor. ``generated`` is this library's cvxpy
+path, the same program with constraint generation. Both get whitened points; without whitening Clarabel fails on more
+sets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from threadpoolctl import threadpool_limits
 from sepc_torch import minimum_volume_ellipsoid
 from sepc_torch.solvers.affine_hull import affine_hull
 
-# (points, dims, direct statement?, generated constraints?): the cvxpy statements only where they end in reasonable
-# time.
+# (points, dims, direct program?, generated constraints?): cvxpy runs only where it ends in reasonable time.
 SIZES = [
     (50, 2, True, True),
     (200, 5, True, True),
@@ -52,7 +51,7 @@ TARGET_SECONDS = {(100_000, 30): 1.5, (10_000, 64): 1.0, (100_000, 128): 12.0}
 
 
 def direct(points: np.ndarray) -> tuple[float, str]:
-    """Program (2) as one cvxpy problem with an upper triangular factor; log-volume and status."""
+    """Log-volume and status of program (2) as one cvxpy problem with an upper triangular factor."""
     hull = affine_hull(points)
     y = hull.coordinates
     dim = len(y)
@@ -61,13 +60,13 @@ def direct(points: np.ndarray) -> tuple[float, str]:
     covered = cp.norm(factor @ y + b, axis=0) <= 1
     problem = cp.Problem(cp.Maximize(cp.sum(cp.log(cp.diag(factor)))), [covered])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the status says the same
+        warnings.simplefilter("ignore", UserWarning)  # the status carries the same information
         problem.solve(solver="CLARABEL")
     return -problem.value - float(np.linalg.slogdet(hull.transform)[1]), problem.status
 
 
 def measure(count: int, dim: int, with_direct: bool, with_generated: bool, rng: np.random.Generator) -> dict[str, Any]:
-    """All solvers on one set of correlated Gaussian points."""
+    """Times of all solvers on one set of correlated Gaussian points."""
     points = rng.normal(size=(count, dim)) @ rng.normal(size=(dim, dim))
     repeats = 7 if count * dim <= 50_000 else 3
     seconds, ellipsoid = cpu_time(lambda: minimum_volume_ellipsoid(points), repeats)

@@ -1,14 +1,14 @@
-"""Section 3.6 of the paper: how the time of its two programs grows with the number of points and of features.
+"""Section 3.6 of the paper: growth of the time of its two programs with the number of points and of features.
 
 Claims: the reduced hulls (4), the dual of a support vector machine, cost O(N^3) in the training set size N; the
-minimum-volume ellipsoid (2), by a barrier method, O(sqrt(N)). The latter counts Newton steps, each of which costs more
-with more points. We fit the exponents of CPU time on one thread for the native solvers and for the programs as the
-paper states them, all points at once, through cvxpy, and count the steps of cvxpy's interior-point solver.
+minimum-volume ellipsoid (2), by a barrier method, costs O(sqrt(N)). The second bound counts Newton steps, and each step
+costs more with more points. The script fits the exponents of CPU time on one thread for the native solvers and for the
+paper's programs through cvxpy, all points at once. It also counts the steps of cvxpy's interior-point solver.
 
     python experiments/complexity.py
 
-Points are Gaussian, for the reduced hulls two overlapping classes of N and N / 2 of them: of equal classes
-only the centroids are asked for. ``--solver`` names another cvxpy solver than Clarabel to set beside the native ones.
+Points are Gaussian. The reduced hulls get two overlapping classes of N and N / 2 points, because for equal classes the
+solution is the centroids. ``--solver`` names a cvxpy solver other than Clarabel to compare with the native ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sweep(NamedTuple):
 
 
 def sweeps(stated: str, smoke: bool) -> list[Sweep]:
-    """Sizes that end in reasonable time."""
+    """The sweeps to run, with sizes that end in reasonable time."""
     if smoke:
         return [Sweep(p, s, "N", (50, 100, 200)) for p in ("ellipsoid", "hulls") for s in ("native", stated)]
     many, wide = (100, 300, 1000, 3000, 10_000, 30_000, 100_000), (2, 4, 8, 16, 32, 64)
@@ -65,18 +65,18 @@ def sweeps(stated: str, smoke: bool) -> list[Sweep]:
 
 
 def stated_ellipsoid(x: np.ndarray, solver: str) -> int:
-    """Program (2) with a symmetric A and a constraint for every point; returns the solver's iterations."""
+    """Solve program (2) with a symmetric A and a constraint for every point; return the solver's iterations."""
     dims = x.shape[1]
     a, b = cp.Variable((dims, dims), PSD=True), cp.Variable((dims, 1))
     problem = cp.Problem(cp.Maximize(cp.log_det(a)), [cp.norm(a @ x.T + b, axis=0) <= 1])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "may be inaccurate": the steps are what is asked for
+        warnings.simplefilter("ignore", UserWarning)  # "may be inaccurate": only the number of steps matters here
         problem.solve(solver=solver)
     return int(problem.solver_stats.num_iters)
 
 
 def task(sweep: Sweep, size: int, rng: np.random.Generator) -> Callable[[], object]:
-    """The call to be timed."""
+    """The function to time."""
     count, dims = (size, DIMS) if sweep.grows == "N" else (POINTS, size)
     x = rng.normal(size=(count, dims))
     if sweep.program == "ellipsoid":
@@ -88,7 +88,7 @@ def task(sweep: Sweep, size: int, rng: np.random.Generator) -> Callable[[], obje
 
 
 def measure(sweep: Sweep, draws: int, seed: int) -> dict[str, Any]:
-    """Median CPU time over draws, the steps where the solver tells, and the exponent."""
+    """Median CPU time over draws, the steps if the solver reports them, and the exponents."""
     seconds, steps = [], []
     for size in sweep.sizes:
         found = [
@@ -105,7 +105,7 @@ def measure(sweep: Sweep, draws: int, seed: int) -> dict[str, Any]:
 
 
 def exponent(sizes: tuple[int, ...], values: list[float]) -> float:
-    """The slope of log value over log size, of the larger sizes: at the smaller ones fixed costs hide the growth."""
+    """The slope of log value over log size for the larger sizes; fixed costs dominate the smaller ones."""
     last = slice(-max(3, (len(sizes) + 1) // 2), None)
     return float(np.polyfit(np.log(sizes[last]), np.log(values[last]), 1)[0])
 

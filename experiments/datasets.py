@@ -1,7 +1,7 @@
-"""The data sets of the experiments.
+"""Data sets of the experiments.
 
-Some come with scikit-learn. Adult and Vertebral Column come from the folder SEPC_DATA where that is set and holds
-them, else from OpenML through scikit-learn, which keeps a copy. Either way the records must have the known checksum.
+Some come with scikit-learn. Adult and Vertebral Column come from the folder SEPC_DATA if it is set and has them,
+otherwise from OpenML through scikit-learn, which keeps a copy. The records must have the known checksum in both cases.
 Larger embeddings are read from SEPC_DATA only.
 """
 
@@ -27,7 +27,7 @@ from sklearn.preprocessing import OrdinalEncoder
 
 Data = tuple[np.ndarray, np.ndarray]
 
-# Of the records as text, sorted, so that neither the order nor the file format matters.
+# Checksums of the sorted records as text: neither their order nor the file format matters.
 CHECKSUMS = {
     "adult": "8f4f53d83cf8b886401e6097fdc4917a4ed22e7210b37668c7f4ac9bf1283681",
     "vertebral": "94589f5f67cc855dd6b67ea9d17e33729b4bee9ca5c025d808b4be92e0440dc9",
@@ -46,7 +46,7 @@ ADULT_CATEGORIES = [
     "sex",
     "native-country",
 ]
-# The paper's codes 2, 11, 2, 2, 0, 4, 1 and 38 are the places of these values in alphabetical order.
+# The paper's codes 2, 11, 2, 2, 0, 4, 1 and 38 are the alphabetical positions of these values.
 STRATUM = {
     "workclass": "Private",
     "education": "HS-grad",
@@ -57,7 +57,7 @@ STRATUM = {
     "sex": "Male",
     "native-country": "United-States",
 }
-# education-num follows from education: constant in the stratum, where the paper drops it too.
+# education-num follows from education, so it is constant in the stratum; the paper drops it too.
 STRATUM_FEATURES = [name for name in ADULT_NUMBERS if name != "education-num"]
 OVERLAPPING_SIZES = (150, 100)
 VERTEBRAL_FEATURES = [
@@ -71,7 +71,7 @@ VERTEBRAL_FEATURES = [
 
 
 def data_folder() -> Path | None:
-    """The folder named by SEPC_DATA, where set."""
+    """The folder named by SEPC_DATA, or None."""
     folder = os.environ.get("SEPC_DATA")
     return Path(folder) if folder else None
 
@@ -86,7 +86,7 @@ def adult() -> pd.DataFrame:
         # OpenML lists the 16 281 records of the test set first.
         table = _openml("adult").rename(columns={"class": "income"}).iloc[16281:]
     table = table[[*ADULT_NUMBERS, *ADULT_CATEGORIES, "income"]].dropna().reset_index(drop=True)
-    # OpenML types the categories as such; as text they have the same order wherever they come from.
+    # OpenML has a categorical type; as text the categories have the same order from either source.
     texts = {name: table[name].astype(str).str.strip() for name in [*ADULT_CATEGORIES, "income"]}
     table = table.assign(**texts, **{name: table[name].astype(int) for name in ADULT_NUMBERS})
     _check("adult", table)
@@ -108,11 +108,11 @@ def adult_encoded() -> Data:
 
 
 def vertebral() -> Data:
-    """Vertebral Column, six features to two decimals as UCI prints them: 100 normal (0) and 210 abnormal (1)."""
+    """Vertebral Column, six features with two decimals as in UCI's file: 100 normal (0) and 210 abnormal (1)."""
     file = _file("vertebral")
     table = pd.read_csv(file).iloc[:, :7] if file is not None else _openml("vertebral")
     table = table.set_axis([*VERTEBRAL_FEATURES, "class"], axis=1)
-    # OpenML numbers the classes; the abnormal one is the larger.
+    # OpenML numbers the classes; the abnormal class is the larger one.
     abnormal = (table["class"].astype(str) == table["class"].astype(str).mode()[0]).astype(int)
     x = table[VERTEBRAL_FEATURES].astype(float).round(2)
     _check("vertebral", x.map("{:.2f}".format).assign(abnormal=abnormal))
@@ -120,7 +120,7 @@ def vertebral() -> Data:
 
 
 def overlapping(seed: int) -> Data:
-    """Two correlated Gaussian classes in the plane, the larger to the left; the paper does not print its own."""
+    """Two correlated Gaussian classes in the plane, the larger on the left; the paper does not give its points."""
     rng = np.random.default_rng(seed)
     first = rng.multivariate_normal([-1.2, 0.0], [[1.0, 0.4], [0.4, 1.0]], OVERLAPPING_SIZES[0])
     second = rng.multivariate_normal([1.2, 0.0], [[1.0, -0.4], [-0.4, 1.0]], OVERLAPPING_SIZES[1])
@@ -142,7 +142,7 @@ def small(seed: int) -> dict[str, Data]:
 
 
 def embeddings(per_class: int | None, seed: int) -> dict[str, tuple[Data, Data]]:
-    """Training and test embeddings, at most so many of a class for training."""
+    """Training and test embeddings by name, with at most ``per_class`` training points of a class."""
     rng = np.random.default_rng(seed)
     x, y = load_digits(return_X_y=True)
     order = rng.permutation(len(x))
@@ -165,13 +165,13 @@ def _file(name: str) -> Path | None:
 
 
 def _openml(name: str) -> pd.DataFrame:
-    """The table as OpenML has it; scikit-learn keeps a copy and compares the file with OpenML's own checksum."""
+    """The table from OpenML; scikit-learn keeps a copy and checks OpenML's own checksum."""
     try:
         return fetch_openml(data_id=OPENML[name], as_frame=True, parser="auto", cache=True).frame
     except OSError as error:
         raise RuntimeError(
-            f"The data set {name!r} is not here and OpenML cannot be reached ({error}). Either run once with a "
-            f"network: scikit-learn then keeps a copy in {get_data_home()}, which you can also take from another "
+            f"The data set {name!r} is not available and OpenML cannot be reached ({error}). Either run once with a "
+            f"network: scikit-learn then keeps a copy in {get_data_home()}, which you can also copy from another "
             f"machine. Or set SEPC_DATA to a folder that holds {FILES[name]} (see experiments/datasets.py)."
         ) from error
 
@@ -182,7 +182,7 @@ def _check(name: str, records: pd.DataFrame) -> None:
     if found != CHECKSUMS[name]:
         raise ValueError(
             f"The data set {name!r} has {len(records)} records with checksum {found}, expected {CHECKSUMS[name]}: it "
-            f"is not the one the results were made with. Remove scikit-learn's copy in {get_data_home()} and fetch "
+            f"is not the data set of the stored results. Remove scikit-learn's copy in {get_data_home()} and fetch "
             f"again, or replace {FILES[name]} in SEPC_DATA."
         )
 

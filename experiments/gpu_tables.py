@@ -7,7 +7,7 @@ from typing import Any
 
 from markdown_tables import load, table
 
-from sepc_torch.model.kernels.judging import worth_screening
+from sepc_torch.model.kernels import worth_screening
 
 # What the table shows besides the headline; the JSON has more.
 SHOWN_COUNTS, SHOWN_DIMS = (10, 100, 1000), (8, 32, 64, 256)

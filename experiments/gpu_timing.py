@@ -1,4 +1,4 @@
-"""Times and memory on a CUDA device, and what the chip could do at best."""
+"""Timing and memory measurement on a CUDA device, and the limits of the chip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sepc_torch.model.kernels.splitting import block_size
+from sepc_torch.model.kernels.tables import block_size
 
 
 def milliseconds(function: Callable[[], Any], heavy: bool = True) -> float:
@@ -21,13 +21,13 @@ def milliseconds(function: Callable[[], Any], heavy: bool = True) -> float:
 
 
 def in_turns(functions: list[Callable[[], Any]], heavy: bool) -> list[float]:
-    """The times of several functions. Small shapes wait for the host, which has slow spells: the best of five."""
+    """Times of several functions, measured in turns. Small shapes depend on the host, so they take the best of five."""
     rounds = [[milliseconds(function, heavy) for function in functions] for _ in range(1 if heavy else 5)]
     return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A call as a CUDA graph, to be replayed without Python."""
+    """A call captured as a CUDA graph, for replays without Python."""
     function()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -36,13 +36,13 @@ def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def on_the_device(functions: list[Callable[[], Any]], heavy: bool) -> list[float]:
-    """The times of several functions without their host: replayed from CUDA graphs."""
+    """Device times of several functions, replayed from CUDA graphs."""
     graphs = [captured(function) for function in functions]
     return in_turns([graph.replay for graph in graphs], heavy)
 
 
 def waits(functions: list[Callable[[], Any]], calls: int = 200) -> list[float]:
-    """The medians of what a caller waits for each function's result in milliseconds: host and device together."""
+    """Median milliseconds from the call of each function to its result, host and device together."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(calls):
         for function, seen in zip(functions, times, strict=True):
@@ -55,12 +55,12 @@ def waits(functions: list[Callable[[], Any]], calls: int = 200) -> list[float]:
 
 
 def is_heavy(rows: int, count: int, dim: int) -> bool:
-    """Whether the work takes so long that the host does not matter."""
+    """Whether the device takes so much longer than the host that the host does not matter."""
     return rows * count * dim**2 > 2e11
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
-    """How much memory a second call takes at most beyond what is allocated before it, its result included."""
+    """Peak memory of a second call, beyond what was allocated before it; includes the result."""
     function()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -70,7 +70,7 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 
 def ceilings() -> dict[str, float]:
-    """What this chip reaches: a large float16 product in TFLOP/s, and a copy in TB/s."""
+    """Rates that the chip reaches: a large float16 product in TFLOP/s, and a copy in TB/s."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
     numbers = torch.empty(2**29, device="cuda").normal_()
     copy = torch.empty_like(numbers)
@@ -79,7 +79,7 @@ def ceilings() -> dict[str, float]:
 
 
 def floor_ms(rows: int, count: int, dim: int, ceiling: dict[str, float]) -> float:
-    """The time for the three float16 products of the blocks visited, or for reading points and writing distances."""
+    """Least time for the three float16 products of the visited blocks, or for reading points and writing distances."""
     block = block_size(dim)
     blocks = -(-dim // block)
     products = 3 * 2 * rows * count * block**2 * blocks * (blocks + 1) / 2
@@ -88,5 +88,5 @@ def floor_ms(rows: int, count: int, dim: int, ceiling: dict[str, float]) -> floa
 
 
 def tflops(rows: int, count: int, dim: int, ms: float) -> float:
-    """Rate of the arithmetic that the formula asks for, two operations for each entry of a whitener."""
+    """Rate of the arithmetic of the formula: two operations per entry of a whitener."""
     return 2 * rows * count * dim**2 / ms / 1e9

@@ -1,4 +1,4 @@
-"""What the experiment scripts share: where results go, what ran them, and timing side by side."""
+"""Shared parts of the experiment scripts: options, stored results with their stamp, and CPU timing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from provenance import read_sources, stamp, stamp_parts
 
 from sepc_torch import __version__
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent / "figures"
+# Read when the process starts: the stamp must name the sources that ran, even if somebody edits them meanwhile.
+SOURCES = read_sources()
 
 T = TypeVar("T")
 
 
 def arguments(description: str | None, *, solver: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options every script has; with ``solver``, also the one of those that partition."""
+    """A parser with the options of every script; ``solver`` adds the option of scripts that partition."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small run that writes nothing, for CI")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     if solver:
         parser.add_argument("--solver", default="native", help="native, or an installed cvxpy solver such as CLARABEL")
     return parser
@@ -44,11 +47,25 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def write_results(name: str, results: dict[str, Any]) -> Path:
-    """Store one JSON for the script."""
+def write_results(name: str, results: dict[str, Any], measured: Collection[str] = ()) -> Path:
+    """Store the results of a script as JSON, with a stamp under ``measured``.
+
+    The stamp says which command measured the numbers, when, and on which sources (``provenance.py``). Results with
+    ``parts`` can be measured again in part; each part then has its own stamp.
+
+    Args:
+        name: The name of the file in results/, without its suffix.
+        results: The numbers, with the documented ``command``.
+        measured: The parts that this run measured, where results has ``parts``. The others keep their stored stamp.
+    """
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(results, indent=1, default=_plain) + "\n")
+    results = json.loads(json.dumps(results, default=_plain))
+    new = stamp(results["command"], SOURCES)
+    if "parts" in results:
+        before = json.loads(path.read_text()) if path.exists() else {}
+        new = {"parts": stamp_parts(results["parts"], before, new, measured)}
+    path.write_text(json.dumps({"command": results["command"], "measured": new} | results, indent=1) + "\n")
     return path
 
 

@@ -1,10 +1,11 @@
-"""What ``TrustHead.fit`` should choose by itself: dimensions, impurity, normalisation, "nearest", and witnesses.
+"""Defaults of ``TrustHead.fit``: dimensions, impurity, normalisation, nearest ellipsoid, and reference points.
 
-Every choice is varied alone, the others at their defaults, on open cases of the trust panel's data (two classes in five
-are unknown): tables of KEEL through small networks, and CNN features of Fashion-MNIST with digits as unknowns. Reported
-are means over sets and seeds: the head's own accuracy; how well the paper's trust and the margin find the network's
-mistakes (AUROC); AURC of the calibrated confidence, AUROC of unknowns by strangeness, SCOD-AURC of the joint score; and
-the CPU time of a fit. The default dimension is min(32, sqrt(n), D) for the smallest class's n.
+Every choice is varied alone, with the others at their defaults, on open cases of the trust panel's data (two classes in
+five are unknown): KEEL tables through small networks, and CNN features of Fashion-MNIST with digits as unknowns. The
+script reports means over sets and seeds: the head's own accuracy; how well the paper's trust and the margin find the
+network's mistakes (AUROC); AURC of the calibrated confidence, AUROC of unknowns by strangeness, SCOD-AURC of the joint
+score; and the CPU time of a fit. The default dimension is min(32, sqrt(n), D), where n is the size of the smallest
+class.
 
     SEPC_DATA=... python experiments/head_defaults.py --jobs 2        # about five minutes
 """
@@ -36,7 +37,7 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "projection": [{"projection": "lda"}],
     "max_impure": [{"max_impure": m} for m in (0, 10, 50)],
     "nearest": [{"nearest": "euclidean"}],
-    "witnesses": [{"witnesses": w} for w in (0, 500)],
+    "reference_points": [{"reference_points": n} for n in (0, 500)],
 }
 
 
@@ -44,14 +45,14 @@ def measure(case: Case, choice: dict[str, Any], seed: int) -> dict[str, float]:
     torch.set_num_threads(1)
     begun = time.process_time()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # small classes are the point of some variations
+        warnings.simplefilter("ignore", UserWarning)  # some variations have small classes on purpose
         classes = np.arange(case.train.logits.shape[1])
         head = TrustHead.fit(case.train.z, case.train.y, progress=False, classes=classes, **choice)
     seconds = time.process_time() - begun
     head.calibrate(case.calibration.z, case.calibration.y, case.calibration.logits, seed=seed)
     out = head(tensor(case.test.z), tensor(case.test.logits))
     scores = head_scores(head, case)
-    # Softmax is no score of the head; judge asks for it only to compare calibration.
+    # Softmax is not a score of the head; judge needs it only to compare calibration.
     scores |= dict.fromkeys(("max_softmax", "scaled_softmax"), scores["confidence"])
     figures = judge(case, scores, seed)
     group = next(iter(case.unknown))
@@ -88,7 +89,7 @@ def cases(smoke: bool, seed: int) -> list[tuple[Case, int]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = cases(options.smoke, options.seed)
@@ -97,7 +98,7 @@ def main() -> None:
         "choice                      dim  ellipsoids  accuracy   trust  margin    AURC  unknowns  joint    ECE      s"
     )
     for variation, choices in VARIATIONS.items():
-        if options.smoke and variation not in ("default", "witnesses"):
+        if options.smoke and variation not in ("default", "reference_points"):
             continue
         for choice in choices:
             parts = Parallel(n_jobs=options.jobs)(delayed(measure)(case, choice, seed) for case, seed in found)

@@ -1,9 +1,9 @@
 """Figure 7 of the paper: Iris, three classes, with two and with four features, beside Gaussian mixtures.
 
 Claims: with max_impure 2, one-versus-rest, setosa gets 3 ellipsoids and versicolor and virginica 4 each, with sepal
-and petal length as with all four features; the ellipsoids are in essence Gaussians, and unlike in a mixture their
-number need not be given. We count the ellipsoids, and compare accuracy by repeated cross-validation with a Gaussian
-mixture for each class, of as many components as SEP-C has ellipsoids in the same fold, and of one.
+and petal length as with all four features. The ellipsoids are in essence Gaussians, and unlike in a mixture their
+number need not be given. The script counts the ellipsoids. It compares accuracy by repeated cross-validation with a
+Gaussian mixture for each class: with as many components as SEP-C has ellipsoids in the same fold, and with one.
 
     python experiments/iris.py
 """
@@ -45,14 +45,14 @@ CAPTIONS = {
 
 
 class WithoutLine4(Separator):
-    """Algorithm 2 without its line 4, which takes classes whole where their ellipsoids do not meet."""
+    """Algorithm 2 without its line 4, which takes classes whole if their ellipsoids do not intersect."""
 
     def _disjoint(self, x: np.ndarray, y: np.ndarray) -> tuple[Covering, Covering] | None:
         return None
 
 
 def without_line_4(x: np.ndarray, y: np.ndarray) -> tuple[int, ...]:
-    """Ellipsoids per class if disjoint classes were reduced as well; it may explain the paper's 3 for setosa."""
+    """Ellipsoids per class if disjoint classes are reduced as well, a possible reason for the paper's 3 of setosa."""
     standard = (x - x.mean(axis=0)) / x.std(axis=0)
     separator = WithoutLine4(max_impure=MAX_IMPURE, floor=DEFAULT_FLOOR, keep=(True, False))
     runs = [separator.separate(standard[y == c], standard[y != c]) for c in range(3)]
@@ -62,7 +62,7 @@ def without_line_4(x: np.ndarray, y: np.ndarray) -> tuple[int, ...]:
 def over_splits(
     count: Callable[[np.ndarray, np.ndarray], tuple[int, ...]], x: np.ndarray, y: np.ndarray, splits: int, seed: int
 ) -> dict[str, int]:
-    """How often which numbers of ellipsoids come out on random training sets of 80 %."""
+    """The frequency of each combination of ellipsoid counts on random training sets of 80 %."""
     chosen = StratifiedShuffleSplit(splits, test_size=0.2, random_state=seed).split(x, y)
     found = Counter(count(x[train], y[train]) for train, _ in chosen)
     return {", ".join(map(str, numbers)): times for numbers, times in found.most_common()}
@@ -70,7 +70,7 @@ def over_splits(
 
 def mixtures(x: np.ndarray, y: np.ndarray, sizes: tuple[int, ...], seed: int) -> list[GaussianMixture]:
     return [
-        # More than one start: a few points in several components have many local optima.
+        # More than one start: few points in several components have many local optima.
         GaussianMixture(size, n_init=3, reg_covar=1e-4, random_state=seed).fit(x[y == c])
         for c, size in enumerate(sizes)
     ]
@@ -82,7 +82,7 @@ def mixture_labels(models: list[GaussianMixture], x: np.ndarray) -> np.ndarray:
 
 
 def accuracies(x: np.ndarray, y: np.ndarray, folds: int, repeats: int, seed: int, solver: str) -> dict[str, Any]:
-    """Accuracy by repeated cross-validation: SEP-C, mixtures of the same size, one Gaussian a class."""
+    """Accuracy by repeated cross-validation: SEP-C, mixtures of the same size, one Gaussian per class."""
     splits = list(RepeatedStratifiedKFold(n_splits=folds, n_repeats=repeats, random_state=seed).split(x, y))
     right: dict[str, list[np.ndarray]] = {"SEP-C": [], "mixtures of the same size": [], "one Gaussian a class": []}
     for train, test in splits:
@@ -171,7 +171,7 @@ def draw_iris(x: np.ndarray, y: np.ndarray, part: Partition, accuracy: dict[str,
 
 
 def study(x: np.ndarray, y: np.ndarray, options: Namespace) -> tuple[Partition, dict[str, Any]]:
-    """All numbers of one choice of features."""
+    """The partition and all numbers of one choice of features."""
     splits, folds, repeats = (2, 3, 1) if options.smoke else (30, 10, 5)
     part = partition(x, np.array(NAMES)[y], max_impure=MAX_IMPURE, solver=options.solver, progress=False)
     numbers = {

@@ -1,4 +1,4 @@
-"""Does the monitor find a network's mistakes while it trains? A small CNN on digits, to copy.
+"""A small CNN on digits with ``TrustMonitor``, as a script to copy: does the monitor find mistakes during training?
 
 python experiments/lightning_digits.py
 """

@@ -1,4 +1,4 @@
-"""One module of a library, without what the packages above it would load."""
+"""Import of a single module of a library, without importing its parent packages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def lone_module(name: str) -> Any:
-    """A module of an installed library; without the library, ``ModuleNotFoundError`` with its name.
+    """Import a module of an installed library; raise ``ModuleNotFoundError`` if the library is missing.
 
-    The packages above the module stay empty: what they would load (torchvision, image models, plots) is many times what
-    is needed, and a torchvision that was not built for this torch breaks torchmetrics and Lightning.
+    The parent packages stay empty. They would import torchvision, image models and plots, which are not needed here,
+    and a torchvision that was not built for this torch breaks torchmetrics and Lightning.
     """
     first, *rest = name.split(".")
     if first not in sys.modules:

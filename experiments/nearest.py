@@ -1,8 +1,8 @@
-"""Which ellipsoid is nearest to a point outside all of them: by Mahalanobis or by Euclidean distance?
+"""Nearest ellipsoid of a point outside all of them: Mahalanobis against Euclidean distance.
 
-The paper measures Euclidean distance to the surface, a convex program. Mahalanobis distance comes for free, and
-small ellipsoids reach no farther than they should with either. This compares both by cross-validation: accuracy on
-all points, on those outside every ellipsoid (the only ones that differ), and how well trust ranks the mistakes.
+The paper measures Euclidean distance to the surface, a convex program. Mahalanobis distance needs no further
+computation. The script compares both by cross-validation: accuracy on all points, accuracy on points outside every
+ellipsoid (only these can differ), and how well trust ranks the mistakes.
 
     SEPC_DATA=... python experiments/nearest.py
 """

@@ -1,9 +1,9 @@
 """Figures 1 and 2 of the paper: two overlapping classes in the plane, their overlap, and their partition.
 
-Claims: the ellipsoid of the intersection by program (3) is larger than it need be, and covering the points that lie in
-both classes' ellipsoids is tighter; the first reduced hulls and their ellipsoids do not meet although the hulls and
-ellipsoids of the classes do; and the ellipsoids that follow (max_impure 10) work their way into the overlap, from the
-left for one class and from the right for the other. The paper does not give its points; ours are two Gaussians.
+Claims: the ellipsoid of the intersection by program (3) is larger than necessary, and covering the points in both
+classes' ellipsoids is tighter. The first reduced hulls and their ellipsoids do not intersect, although the hulls and
+ellipsoids of the classes do. The following ellipsoids (max_impure 10) move into the overlap, from the left for one
+class and from the right for the other. The paper does not give its points; ours are two Gaussians.
 
     python experiments/overlapping.py
 """
@@ -39,7 +39,7 @@ CAPTIONS = {
 
 
 class Overlap(NamedTuple):
-    """The ellipsoids of both classes, and two that cover where they meet: program (3), and the joint points."""
+    """The ellipsoids of both classes, and two ellipsoids of their overlap: program (3), and around the joint points."""
 
     classes: tuple[Ellipsoid, Ellipsoid]
     outer: Ellipsoid
@@ -48,7 +48,7 @@ class Overlap(NamedTuple):
 
 
 class FirstRound(NamedTuple):
-    """The first iteration of Algorithm 1: what was covered of either class, and the hyperplanes."""
+    """The first iteration of Algorithm 1: the covered points of both classes, and the hyperplanes."""
 
     pieces: tuple[Piece, Piece]
     hyperplane: Hyperplane
@@ -71,7 +71,7 @@ def first_round(x: np.ndarray, y: np.ndarray, solver: str) -> FirstRound:
 
 
 def progress(part: Partition) -> dict[str, Any]:
-    """Iterations, ellipsoids of either class, and how many of them step further into the other class."""
+    """Iterations, ellipsoids of both classes, and how many of them move further into the other class."""
     ellipsoids = [e for e in part.ellipsoids if e.kind is not Kind.ISOLATED]
     across = [[float(e.center[0]) for e in ellipsoids if e.label == c] for c in (0, 1)]
     return {
@@ -84,13 +84,13 @@ def progress(part: Partition) -> dict[str, Any]:
 
 
 def _rising(values: list[float]) -> int:
-    """How many values there are until one is less than that before it."""
+    """The number of values before the first decrease."""
     falls = np.flatnonzero(np.diff(values) < 0)
     return int(falls[0]) + 1 if len(falls) else len(values)
 
 
 def volumes(found: Overlap) -> dict[str, Any]:
-    """Area of either ellipsoid of the overlap relative to either class's, and how far the outer one is from a ball."""
+    """Area of both ellipsoids of the overlap relative to the classes', and the axis ratio of the outer one."""
     areas = {
         name: [float(np.exp(e.log_volume - whole.log_volume)) for whole in found.classes]
         for name, e in (("outer", found.outer), ("joint", found.joint))
@@ -149,7 +149,7 @@ def draw_overlap(x: np.ndarray, y: np.ndarray, found: Overlap, part: Partition) 
 
 
 def draw_hulls(x: np.ndarray, y: np.ndarray, found: Overlap, begun: FirstRound) -> Figure:
-    """Figure 2: the hulls and ellipsoids of the classes, which meet; those of the first round, which do not."""
+    """Figure 2: the hulls and ellipsoids of the classes, which intersect, and of the first round, which do not."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 6.4), layout="constrained")
     draw_points(left, x, y)
     right.scatter(*x.T, s=14, c=np.take(COLORS, y), alpha=0.3, linewidths=0, zorder=2)
@@ -178,7 +178,7 @@ def _draw_hull(ax: Axes, points: np.ndarray, color: str, label: str) -> None:
 
 
 def _frame(axes: tuple[Axes, Axes], lines: np.ndarray) -> None:
-    """Both panels at the same scale, with room for all that is drawn."""
+    """Give both panels the same scale, with room for all lines."""
     low, high = lines.min(axis=0), lines.max(axis=0)
     for ax in axes:
         ax.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal", xlabel="feature 0", ylabel="feature 1")
@@ -191,7 +191,7 @@ def main() -> None:
     x, y = overlapping(options.seed)
     found = overlap(x, y, options.solver)
     first = first_round(x, y, options.solver)
-    # As in the paper, hulls are measured in the features as they are.
+    # As in the paper, the features are not standardised.
     part = partition(x, y, max_impure=MAX_IMPURE, standardize=False, solver=options.solver, progress=False)
     same = agreement_of_solvers(part, x, y)
     volume, steps = volumes(found), progress(part)

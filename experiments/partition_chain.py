@@ -1,10 +1,10 @@
-"""The chain of problems that separating one class is, recorded on the CPU and its arithmetic replayed on a device.
+"""Sequential steps of separating one class, recorded on the CPU, and their arithmetic replayed on a device.
 
-Recorded are the sizes of everything a port to the device would have to compute one after the other: Newton steps of
+The record holds the sizes of everything that a port to the device would have to compute in sequence: Newton steps of
 the reduced hulls (points x dims), Newton steps of the ellipsoids with a Cholesky factor of as many rows as points,
-factors of the design, steps of Wolfe's method, and passes over many points. Replayed are these and nothing else, in
-float64, for all classes at once, as if every class had the same chain and no step waited for a decision: what a port
-with torch's operators would take at least.
+factors of the design, steps of Wolfe's method, and passes over many points. The replay computes only these, in float64,
+for all classes at once, as if every class had the same sequence and no step depended on a decision. Its time is a lower
+bound for a port with torch's operators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from sepc_torch.partitioning.fit import _separate, _Task
 from sepc_torch.solvers import capped_weights, d_optimal, progressive, reduced_hull
 
-# A pass over fewer points than this is a step of the chain like any other.
+# A pass over fewer points than this counts as a sequential step.
 LARGE = 2000
 
 
@@ -41,13 +41,13 @@ RECORDED: dict[tuple[Any, str], tuple[str, Callable[..., tuple[int, int]]]] = {
     (reduced_hull._Side, "best"): ("selections", lambda side, w: side.points.shape),
     (reduced_hull._Side, "free_band"): ("selections", lambda side, w, weights, half: side.points.shape),
 }
-# Within these there is nothing but steps: each needs the last.
+# Functions that consist of sequential steps only.
 SEQUENTIAL = [(reduced_hull, "nearest_combination"), (reduced_hull._Corral, "descend"), (d_optimal, "interior_point")]
 PASSES = ("products", "Gram passes", "selections")
 
 
 class Chain(NamedTuple):
-    """Sizes (rows, dims) of each kind, and the seconds of the whole, of its steps and of passes over many points."""
+    """Sizes (rows, dims) of the recorded operations by kind, and the seconds in all, in steps and in large passes."""
 
     sizes: dict[str, list[tuple[int, int]]]
     seconds: float
@@ -56,7 +56,7 @@ class Chain(NamedTuple):
 
 
 def record(task: _Task) -> Chain:
-    """Separate one class and write down what that took."""
+    """Separate one class and record its operations."""
     sizes: dict[str, list[tuple[int, int]]] = {kind: [] for kind, _ in RECORDED.values()}
     spent = {"steps": 0.0, "passes": 0.0}
 
@@ -103,7 +103,7 @@ def _replaced(functions: dict[tuple[Any, str], Callable[..., Any]]) -> Iterator[
 
 
 def summary(chain: Chain) -> dict[str, Any]:
-    """How many of each kind, and how large."""
+    """The number and the median size of the operations of each kind."""
     rows = {kind: np.array([size[0] for size in sizes]) for kind, sizes in chain.sizes.items() if sizes}
     return {
         kind: {"count": len(n), "median_rows": float(np.median(n)), "large": int(np.count_nonzero(n >= LARGE))}
@@ -112,7 +112,7 @@ def summary(chain: Chain) -> dict[str, Any]:
 
 
 class Stage:
-    """Random float64 data for every class on a device, from which operations of any size take what they need."""
+    """Random float64 data for every class on a device; operations of any size use the leading rows and columns."""
 
     def __init__(self, device: torch.device, classes: int, rows: int, dims: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -121,11 +121,11 @@ class Stage:
         self._ones = torch.ones(classes, rows, 2, dtype=torch.float64, device=device)
         self._ones[:, ::2, 0] = self._ones[:, 1::2, 1] = 0.0
         self._eye = torch.eye(dims, dtype=torch.float64, device=device)
-        # As at the middle of a path: weights and slacks of size 1, away from their bounds.
+        # As in the middle of the central path: weights and slacks of size 1, away from their bounds.
         self._positive = 1.0 + torch.rand(classes, rows, generator=generator, dtype=torch.float64).to(device)
 
     def hull_algebra(self, rows: int, dims: int) -> Tensor:
-        """The linear algebra of one Newton step of a reduced hull: a factor in the dimensions and three solutions."""
+        """The linear algebra of one Newton step of a reduced hull: a D x D factorisation and three solves."""
         solve = self._hull_system(rows, dims)
         solve(self._positive[:, :rows])
         return solve(self._positive[:, :rows])[0]
@@ -135,7 +135,7 @@ class Stage:
         over = p / d
         eye = self._eye[:dims, :dims]
         lower = torch.linalg.cholesky_ex(torch.baddbmm(eye, p.mT, over)).L
-        # As few kernels as possible: products with inverses instead of triangular solutions.
+        # As few kernels as possible: products with inverses instead of triangular solves.
         root = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
         back = over @ (root.mT @ root)
 
@@ -154,7 +154,7 @@ class Stage:
         return solve
 
     def hull_step(self, rows: int, dims: int) -> list[Tensor]:
-        """The whole step, with residuals, step lengths and the vectors that move, as in ``solvers/capped_weights.py``."""
+        """The whole step with residuals, step lengths and updates, as in ``solvers/capped_weights.py``."""
         p, member = self._points[:, :rows, :dims], self._ones[:, :rows]
         z = room = s = t = self._positive[:, :rows]
         multiplier = self._positive[:, :2, None]
@@ -175,7 +175,7 @@ class Stage:
         return [*moved, multiplier - dual[..., None] * shift]
 
     def ellipsoid_step(self, rows: int, dims: int) -> Tensor:
-        """A Newton step of an ellipsoid: the squared Gram matrix, its Cholesky factor and two solutions."""
+        """A Newton step of an ellipsoid: the squared Gram matrix, its Cholesky factor and two solves."""
         v, d = self._points[:, :rows, :dims], self._positive[:, :rows]
         h = v @ v.mT
         h *= h
@@ -191,7 +191,7 @@ class Stage:
         return torch.linalg.solve_triangular(lower, self._eye[:dims, :dims].expand_as(lower), upper=False)
 
     def wolfe_step(self, rows: int, dims: int) -> Tensor:
-        """Shares of the corral's vertices by their normal equations."""
+        """Weights of the corral's vertices from their normal equations."""
         v = self._points[:, :rows, :dims]
         factor = torch.linalg.cholesky_ex(v @ v.mT + float(rows * dims)).L
         return torch.cholesky_solve(self._positive[:, :rows, None], factor)
@@ -206,7 +206,7 @@ class Stage:
         return p.mT @ (p @ (p.mT @ p))
 
     def selection(self, rows: int, dims: int) -> Tensor:
-        """Values along a direction, the lower half of them, and their sum of points."""
+        """Values along a direction, the smaller half of them, and the sum of their points."""
         p = self._points[:, :rows, :dims]
         values = p @ self._eye[0, :dims]
         return (values <= values.median(dim=1, keepdim=True).values).to(p.dtype)[:, None] @ p
@@ -217,10 +217,10 @@ def _length(x: Tensor, dx: Tensor) -> Tensor:
 
 
 def replay(chain: Chain, device: torch.device, classes: int, seed: int) -> dict[str, Any]:
-    """Seconds that the chain's arithmetic takes on a device, for all classes at once and without looking at a result.
+    """Seconds of the recorded arithmetic on a device, for all classes at once and without reading a result.
 
-    ``floor`` is the sum of linear algebra and passes; ``hull_steps_whole`` are the hull steps with their vectors too;
-    ``decisions`` is what it takes to read one number a step, as every step must, to know whether it was the last.
+    ``floor`` is the sum of linear algebra and passes. ``hull_steps_whole`` is the hull steps with their vector updates.
+    ``decisions`` is the time to read one number per step, which every step needs to decide whether it is the last.
     """
     rows, dims = np.max([size for sizes in chain.sizes.values() for size in sizes], axis=0)
     stage = Stage(device, classes, int(rows), int(dims), seed)
@@ -262,7 +262,7 @@ def _timed(operation: Callable[[int, int], Any], sizes: list[tuple[int, int]], d
 
 
 def _read_back(device: torch.device, repeats: int = 200) -> float:
-    """Seconds from a number on the device to Python, the kernel that makes it included."""
+    """Seconds to compute one number on the device and read it in Python."""
     number = torch.ones((), dtype=torch.float64, device=device)
     taken = []
     for _ in range(repeats):
@@ -273,9 +273,9 @@ def _read_back(device: torch.device, repeats: int = 200) -> float:
 
 
 def _captured(stage: Stage, sizes: list[tuple[int, int]]) -> float | None:
-    """Seconds of the whole hull steps as one CUDA graph of the median size: no launches, only kernels.
+    """Seconds of the whole hull steps as a CUDA graph of the median size, without launch overhead.
 
-    None where the libraries behind a factorisation cannot be captured.
+    None if the libraries behind a factorisation cannot be captured.
     """
     if not sizes:
         return 0.0

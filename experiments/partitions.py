@@ -1,4 +1,4 @@
-"""What the experiments ask of partitions: how many ellipsoids, and whether two solvers found the same."""
+"""Counts and comparisons of partitions: ellipsoids per class, and agreement of two solvers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from sepc_torch import Kind, Partition, partition
 from sepc_torch.partitioning.record import PartitionEllipsoid
 
-# What two solvers may differ by in log-volume, or more where their own certificates leave more open.
+# The allowed difference of two solvers in log-volume; their certificates may allow more.
 TOLERANCE = 1e-6
 
 
 class Agreement(TypedDict):
-    """The solvers, whether every ellipsoid is the same, and by how much the log-volumes differ at most."""
+    """The solvers, whether every ellipsoid is the same, and the largest difference of log-volumes."""
 
     solvers: list[str]
     same: bool
@@ -57,12 +57,12 @@ def agreement(first: Partition, second: Partition, x: Any) -> Agreement:
 
 
 def certified(e: PartitionEllipsoid) -> float:
-    r"""How far the log-volume may be above the least: :math:`\frac D2 \log(1 + \varepsilon (D+1)/D)` for a gap."""
+    r"""The largest excess over the least log-volume, :math:`\frac D2 \log(1 + \varepsilon (D+1)/D)` for a gap."""
     return e.dim / 2 * float(np.log1p(e.gap * (e.dim + 1) / e.dim))
 
 
 def agreement_of_solvers(part: Partition, x: Any, y: Any) -> Agreement:
-    """Compare a partition with the one that the other kind of solver finds, with the same parameters."""
+    """Compare a partition with that of the other kind of solver, for the same parameters."""
     other = "CLARABEL" if part.made["solver"] == "native" else "native"
     parameters = {name: part.made[name] for name in ("max_impure", "standardize", "floor")}
     return agreement(part, partition(x, y, solver=other, progress=False, **parameters), x)

@@ -1,4 +1,4 @@
-"""What the peers of the trust panel are called in tables: as ``compare`` calls them."""
+"""Titles of the trust panel's peers in tables, as ``compare`` prints them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""SEP-C against other classifiers on the paper's data sets: how accurate, and how well does each know its mistakes?
+"""SEP-C and other classifiers on the paper's data sets: accuracy, and how well confidence ranks mistakes.
 
-Repeated stratified 10-fold cross-validation, the same folds for all. Beside accuracy, the confidence of each
-classifier is judged by AURC, the area under the risk-coverage curve (less is better), and by the accuracy on the 80 %
-of a fold that it is surest of. Confidence is the largest probability, for an SVM the lead of the decision function,
-and for SEP-C once the trust and once the margin. Nothing is tuned: scikit-learn's defaults, on standardised features
-where scale matters, and the paper's max_impure. A difference comes with its standard error over folds, corrected
-for their shared training points (Nadeau and Bengio 2003): the variance counts 1/n + 1/9 times, not 1/n.
+All classifiers share the folds of a repeated stratified 10-fold cross-validation. Beside accuracy, the script measures
+AURC, the area under the risk-coverage curve (less is better), and the accuracy on the 80 % of a fold with the highest
+confidence. Confidence is the largest probability; for an SVM the lead of the decision function; for SEP-C the trust and
+the margin. Nothing is tuned: scikit-learn's defaults on standardised features where scale matters, and the paper's
+max_impure. Differences have standard errors over folds, corrected for shared training points (Nadeau and Bengio 2003):
+the variance is multiplied by 1/n + 1/9 instead of 1/n.
 
     SEPC_DATA=... python experiments/peers.py
 """
@@ -40,7 +40,7 @@ from sepc_torch.metrics import aurc, risk_at_coverage
 from sepc_torch.plot import COLORS
 
 FOLDS, COVERAGE = 10, 0.8
-# As in the paper; it gives none for the rest, which take the default.
+# The paper's values; it gives none for the other sets, which use the default.
 MAX_IMPURE = {"overlapping": 10, "circles": 5, "adult": 10}
 METRICS = {"accuracy": "accuracy", "aurc": "AURC", "accuracy_80": "accuracy at 80 % coverage"}
 OURS = ("SEP-C, trust", "SEP-C, margin")
@@ -51,7 +51,7 @@ CAPTIONS = {
 
 
 class MixtureClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # scikit-learn ships no types
-    """Bayes' rule with a Gaussian mixture for each class, of as many components from 1 to 3 as BIC prefers."""
+    """Bayes' rule with a Gaussian mixture for each class; BIC chooses 1 to 3 components."""
 
     def __init__(self, random_state: int = 0) -> None:
         self.random_state = random_state
@@ -70,7 +70,7 @@ class MixtureClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] #
         return self.classes_[self.predict_proba(x).argmax(axis=1)]
 
     def _mixture(self, x: np.ndarray) -> GaussianMixture:
-        # On standardised features; without the ridge flat classes (Adult) have no density.
+        # For standardised features; without the ridge, flat classes (Adult) have no density.
         options = {"reg_covar": 1e-3, "random_state": self.random_state}
         return min((GaussianMixture(k, **options).fit(x) for k in (1, 2, 3)), key=lambda mixture: mixture.bic(x))
 
@@ -91,7 +91,7 @@ def classifiers(max_impure: int, seed: int) -> dict[str, Any]:
 
 
 def confidences(name: str, model: Any, x: np.ndarray) -> dict[str, np.ndarray]:
-    """How sure the fitted model is of its labels, by its own measure."""
+    """The fitted model's own confidence in its labels."""
     if name == "SEP-C":
         out = model.sepc_(torch.from_numpy(x))
         return dict(zip(OURS, (out.trust.numpy(), out.margin.numpy()), strict=True))
@@ -128,7 +128,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
 
 
 def summarise(found: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
-    """Means of all, and what SEP-C with either confidence has more than each of the others."""
+    """Means of all classifiers, and the differences of SEP-C, with trust and with margin, to each of the others."""
     summary: dict[str, Any] = {}
     for name, columns in found.items():
         row: dict[str, Any] = {metric: float(values.mean()) for metric, values in columns.items()}
@@ -142,7 +142,7 @@ def summarise(found: dict[str, dict[str, np.ndarray]]) -> dict[str, Any]:
 
 
 def verdict(sets: dict[str, Any], metric: str, ours: str) -> dict[str, str]:
-    """Where SEP-C is better or worse than each peer by more than two standard errors, as a row of the table."""
+    """A row of the table: where SEP-C differs from each peer by more than two standard errors."""
     sign = -1.0 if metric == "aurc" else 1.0
     lines, lost, won, even = [], 0, 0, 0
     for name, summary in sets.items():

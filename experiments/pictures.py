@@ -1,4 +1,4 @@
-"""What the pictures of the experiments share: how they are saved, and marks that the library does not draw."""
+"""Shared parts of the pictures: reproducible files, and marks that the library does not draw."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ mpl.use("Agg")
 
 
 def save_figure(figure: Figure, name: str) -> list[Path]:
-    """Write the figure as SVG and PNG; the same figure gives the same bytes."""
+    """Write the figure as SVG and PNG, bit-identical for identical figures."""
     FIGURES.mkdir(exist_ok=True)
     svg, png = FIGURES / f"{name}.svg", FIGURES / f"{name}.png"
-    with mpl.rc_context({"svg.hashsalt": name}):  # the salt of the ids inside, random otherwise
+    with mpl.rc_context({"svg.hashsalt": name}):  # the salt of the ids in the file, random by default
         figure.savefig(svg, dpi=72, bbox_inches="tight", metadata={"Date": None})
     figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
     return [svg, png]
 
 
 def draw_points(ax: Axes, x: np.ndarray, y: np.ndarray, *, alpha: float = 0.75, names: list[str] | None = None) -> None:
-    """Points in the colours and shapes of their classes, numbered from 0."""
+    """Draw points in the colours and shapes of their classes, numbered from 0."""
     for c in range(int(y.max()) + 1):
         label = f"class {c}" if names is None else names[c]
         own = x[y == c]
@@ -46,7 +46,7 @@ def draw_ellipse(
     fill: bool = False,
     label: str = "",
 ) -> None:
-    """The outline of an ellipse, filled faintly if asked."""
+    """Draw the outline of an ellipse, with a faint filling if ``fill``."""
     line = outline(ellipsoid)
     if fill:
         ax.fill(*line.T, color=color, alpha=0.12, zorder=1, linewidth=0)
@@ -54,12 +54,12 @@ def draw_ellipse(
 
 
 def panel(ax: Axes, letter: str, title: str) -> None:
-    """A title that begins with the letter of the panel, so that text can refer to it."""
+    """Set a title that begins with the letter of the panel."""
     ax.set_title(f"({letter}) {title}", loc="left", fontsize=11)
 
 
 def legend_below(ax: Axes, columns: int = 2) -> None:
-    """The legend under the axes, where it hides nothing; one that stands beside them moves there."""
+    """Put the legend below the axes; a legend beside them moves there."""
     beside = ax.get_legend()
     handles = ax.get_legend_handles_labels()[0] if beside is None else beside.legend_handles
     known = [handle for handle in handles if handle is not None]

@@ -1,4 +1,4 @@
-"""The ways to choose the next samples that active_learning.py compares, each from the same facts."""
+"""Query methods that ``active_learning.py`` compares; each gets the same information."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from sepc_torch.training.flagging import Judged, judge
 from sepc_torch.training.query import NOVEL_SHARE
 
 Array = np.ndarray
-# TypiClust's own numbers: neighbours that make a sample typical, and the smallest cluster it trusts.
+# TypiClust's published values: neighbours that define typicality, and the smallest cluster that it uses.
 NEIGHBOURS, SMALLEST = 20, 5
 
 
 class Situation(NamedTuple):
-    """What a method may look at.
+    """The information that a query method gets.
 
-    ``emb`` (n, d) and ``probability`` (n, C) are the network's for the samples that wait, ``raw`` (n, p) what it
-    gets; ``labelled_emb``, ``labelled_raw`` and ``labelled_y`` are those of the labelled samples.
+    ``emb`` (n, d) and ``probability`` (n, C) are the network's embeddings and probabilities of the unlabelled samples,
+    ``raw`` (n, p) the network's inputs. ``labelled_emb``, ``labelled_raw`` and ``labelled_y`` belong to the labelled
+    samples. ``k`` is the number of samples to choose.
     """
 
     emb: Array
@@ -53,14 +54,14 @@ def entropy(s: Situation) -> Array:
 
 
 def core_set(s: Situation) -> Array:
-    """Sener and Savarese 2018, greedy: farthest from all that are labelled or taken."""
+    """Greedy core-set of Sener and Savarese 2018: the farthest from all labelled and chosen samples."""
     everyone = torch.ones(len(s.emb))
     emb, labelled = torch.from_numpy(s.emb), torch.from_numpy(s.labelled_emb)
     return select(everyone, s.k, emb, "kcenter", labelled_emb=labelled, beta=float(len(s.emb))).numpy()
 
 
 def badge(s: Situation) -> Array:
-    """Ash et al. 2020: k-means++ on the gradients of the last layer for the predicted label, g = (p - e) (x, 1)."""
+    """BADGE, Ash et al. 2020: k-means++ on the last layer's gradients for the predicted label, g = (p - e) (x, 1)."""
     error = s.probability.copy()
     error[np.arange(len(error)), error.argmax(axis=1)] -= 1.0
     inputs = np.hstack([s.emb, np.ones((len(s.emb), 1))])
@@ -82,7 +83,7 @@ def badge(s: Situation) -> Array:
 
 
 def typiclust(s: Situation) -> Array:
-    """Hacohen et al. 2022: the most typical sample of the largest clusters that hold no label, on the raw features."""
+    """TypiClust, Hacohen et al. 2022: the most typical samples of the largest unlabelled clusters, on raw features."""
     both = np.vstack([s.raw, s.labelled_raw])
     clusters = min(len(s.labelled_raw) + s.k, len(both) // 2)
     seed = int(s.rng.integers(2**31))
@@ -94,7 +95,7 @@ def typiclust(s: Situation) -> Array:
         free = waiting.copy()
         free[chosen] = -1
         size = np.bincount(free[free >= 0], minlength=clusters)
-        # The fewest labels first; among those the largest, and tiny clusters last.
+        # Clusters with the fewest labels first, the largest of them first, tiny clusters last.
         order = np.lexsort((-size, taken, size < SMALLEST))
         cluster = next(int(c) for c in order if size[c] > 0)
         members = np.flatnonzero(free == cluster)
@@ -110,15 +111,15 @@ def typiclust(s: Situation) -> Array:
 
 
 def judged_by_head(s: Situation) -> Judged:
-    """A head of the labelled samples, as the monitor fits it, and what it says of those that wait."""
+    """Judgement of the unlabelled samples by a head that is fitted to the labelled ones, as the monitor fits it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of small classes, which are the point here
+        warnings.simplefilter("ignore", UserWarning)  # about small classes, which are expected here
         head = TrustHead.fit(s.labelled_emb, s.labelled_y, progress=False)
     return judge(head, torch.from_numpy(s.emb).float())
 
 
 def ours(s: Situation) -> Array:
-    """``TrustMonitor(logits=...).query``; the head is fitted only where a place for the novel lets it matter."""
+    """``TrustMonitor(logits=...).query``; the head is fitted only if the query has a place for novel samples."""
     emb = torch.from_numpy(s.emb)
     logits = torch.from_numpy(np.log(np.clip(s.probability, 1e-12, 1.0)))
     if int(NOVEL_SHARE * s.k) == 0:
@@ -135,7 +136,7 @@ def ours_head_alone(s: Situation) -> Array:
 
 
 def least_trusted(s: Situation) -> Array:
-    """What not to do: the head's lowest trust first."""
+    """The lowest trust first: a method that is known to choose outliers."""
     judged = judged_by_head(s)
     return np.lexsort((judged.margin.numpy(), judged.trust.numpy()))[: s.k]
 
@@ -149,5 +150,5 @@ METHODS: dict[str, Callable[[Situation], Array]] = {
     "TypiClust": typiclust,
     "ours": ours,
 }
-# Only where networks are trained: a head of one label a class, which the frozen track begins with, says nothing.
+# Only for trained networks: the frozen track begins with one label per class, too few for a head.
 EXTRA: dict[str, Callable[[Situation], Array]] = {"ours, head alone": ours_head_alone, "least trusted": least_trusted}

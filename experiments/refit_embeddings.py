@@ -1,11 +1,11 @@
-"""Does a gradient through the ellipsoid refit make better embeddings for SEP-C?
+"""Embeddings trained with a gradient through the ellipsoid refit: are they better for SEP-C?
 
-A small encoder is trained on handwritten digits (scikit-learn's, 64 pixels) and, where SEPC_DATA names the folder that
-holds them, on CNN features of Fashion-MNIST, with cross-entropy alone, with ``EllipsoidLoss`` on top, and with the same
-loss but the ellipsoids held constant; five seeds, one setting for both sets. The weight of the loss, 0.3, is the better
-of 0.3 and 1 on another split of the digits (seed 100); with 0.03 the three arms hardly differ. Judged on test points:
-how far the ellipsoids of the classes hold others, and accuracy and AURC of the network and of the same SEP-C head on
-every embedding. The picture shows the digits of the first seed before and after, in the plane of most variance.
+A small encoder is trained on handwritten digits (scikit-learn's, 64 pixels) and, if SEPC_DATA has them, on CNN features
+of Fashion-MNIST: with cross-entropy alone, with ``EllipsoidLoss`` added, and with the same loss but constant
+ellipsoids; five seeds, one setting for both sets. The weight of the loss, 0.3, is the better of 0.3 and 1 on another
+split of the digits (seed 100); with 0.03 the three arms hardly differ. Measured on test points: how many points of
+other classes lie in a class's ellipsoid, and accuracy and AURC of the network and of the same SEP-C head on every
+embedding. The picture shows the digits of the first seed before and after training, in the plane of most variance.
 
     SEPC_DATA=... python experiments/refit_embeddings.py
 """
@@ -25,7 +25,7 @@ PER_CLASS = 150
 
 
 def draw(ax: Axes, z: np.ndarray, y: np.ndarray, title: str) -> None:
-    """The two directions of most variance, a colour and a digit for each class."""
+    """Draw the two directions of most variance, with a colour and a digit for each class."""
     z = z - z.mean(axis=0)
     plane = z @ np.linalg.svd(z, full_matrices=False)[2][:2].T
     plane /= plane.std(axis=0)

@@ -1,9 +1,9 @@
-"""Does a gradient through the ellipsoid refit pull two moons apart?
+"""Two moons and a gradient through the ellipsoid refit: does the gradient pull them apart?
 
-A small encoder (2-32-2) is trained on two moons with cross-entropy alone, with ``EllipsoidLoss`` on top, and with the
-same loss but the ellipsoids held constant; five seeds. The weight of the loss, 0.03, is the best of 0.03, 0.1 and 0.3
-on another draw of the moons (seed 100); it matters: with a weight of 1 both losses cost the network five points of
-accuracy and more. The picture shows the embedding of the first seed before and after.
+A small encoder (2-32-2) is trained on two moons with cross-entropy alone, with ``EllipsoidLoss`` added, and with the
+same loss but constant ellipsoids; five seeds. The weight of the loss, 0.03, is the best of 0.03, 0.1 and 0.3 on another
+draw of the moons (seed 100). The weight matters: at 1 both losses cost the network five points of accuracy and more.
+The picture shows the embedding of the first seed before and after training.
 
     python experiments/refit_moons.py
 """
@@ -26,7 +26,7 @@ SETTING = Setting(width=32, dim=2, epochs=200, batch=200, rate=1e-2, weight=0.03
 
 
 def draw(ax: Axes, z: np.ndarray, y: np.ndarray, title: str) -> None:
-    """Points and the ellipse of each class, in units of the embedding's own spread."""
+    """Draw the standardised points and the ellipse of each class."""
     z = (z - z.mean(axis=0)) / z.std(axis=0)
     draw_points(ax, z, y)
     for c in range(2):

@@ -1,8 +1,8 @@
-"""What the two refit experiments share: a small encoder trained in three ways, and how its embedding is judged.
+"""Shared parts of the two refit experiments: a small encoder trained in three ways, and measures of its embedding.
 
-The arms start from the same weights and see the same batches. ``cross-entropy`` trains with that alone; ``refit`` adds
-``EllipsoidLoss``; ``detached`` adds the same loss with the ellipsoids held constant, which tells what the gradient
-through the refit is worth.
+The arms start from the same weights and see the same batches. ``cross-entropy`` trains with cross-entropy alone;
+``refit`` adds ``EllipsoidLoss``; ``detached`` adds the same loss with constant ellipsoids, which isolates the effect of
+the gradient through the refit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METRICS = (
     "sepc_accuracy",
     "sepc_aurc",
 )
-# Spikes of the gradient where the support of an ellipsoid changes; without a bound one step can undo a hundred.
+# The gradient has spikes where the support of an ellipsoid changes; one unclipped step can undo a hundred.
 MOST_GRADIENT = 10.0
 
 
@@ -54,14 +54,14 @@ class Trained(NamedTuple):
 
 
 def train(arm: str, data: tuple[Data, Data], setting: Setting, seed: int) -> Trained:
-    """Train encoder and classifier together; the embedding is what the classifier sees."""
+    """Train encoder and classifier together; the embedding is the classifier's input."""
     (x, y), (x_test, _) = data
     mean, deviation = x.mean(axis=0), x.std(axis=0) + 1e-6
     inputs, test = (torch.from_numpy((part - mean) / deviation).float() for part in (x, x_test))
     labels = torch.from_numpy(y).long()
     classes = int(labels.max()) + 1
     with torch.random.fork_rng():
-        torch.manual_seed(seed)  # the initial weights; everything else draws from the generator below
+        torch.manual_seed(seed)  # for the initial weights; the generator below draws everything else
         encoder = nn.Sequential(nn.Linear(x.shape[1], setting.width), nn.Tanh(), nn.Linear(setting.width, setting.dim))
         classifier = nn.Linear(setting.dim, classes)
     parameters = [*encoder.parameters(), *classifier.parameters()]
@@ -73,7 +73,7 @@ def train(arm: str, data: tuple[Data, Data], setting: Setting, seed: int) -> Tra
     for _ in range(setting.epochs):
         for rows in torch.randperm(len(inputs), generator=generator).split(setting.batch):
             if len(rows) < setting.batch // 2:
-                continue  # a short last batch holds too few points of a class
+                continue  # a short last batch has too few points of a class
             z = encoder(inputs[rows])
             loss = cross_entropy(classifier(z), labels[rows])
             if extra is not None:
@@ -88,10 +88,10 @@ def train(arm: str, data: tuple[Data, Data], setting: Setting, seed: int) -> Tra
 
 
 def judge(trained: Trained, data: tuple[Data, Data]) -> dict[str, float]:
-    """How the classes lie in the embedding, and what network and SEP-C make of it, all on test points.
+    """Overlap of the classes in the embedding, and accuracy and AURC of the network and of SEP-C, on test points.
 
-    ``foreign_inside`` is the share of other classes' test points inside a class's ellipsoid, ``own_inside`` of its own,
-    ``pairs_meeting`` the share of pairs of classes whose ellipsoids have a point in common.
+    ``foreign_inside`` is the share of other classes' test points inside a class's ellipsoid, ``own_inside`` the share
+    of the class's own, ``pairs_meeting`` the share of pairs of classes whose ellipsoids intersect.
     """
     (_, y), (_, y_test) = data
     classes = np.unique(y)
@@ -119,7 +119,7 @@ def judge(trained: Trained, data: tuple[Data, Data]) -> dict[str, float]:
 
 
 def compare(data: tuple[Data, Data], setting: Setting, seeds: list[int]) -> tuple[dict[str, Any], dict[str, Trained]]:
-    """All arms over all seeds: every value, mean and standard deviation; and the first seed's embeddings."""
+    """Every value, mean and standard deviation of all arms over all seeds, and the first seed's embeddings."""
     runs: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     first: dict[str, Trained] = {}
     for seed in seeds:
@@ -138,7 +138,7 @@ def compare(data: tuple[Data, Data], setting: Setting, seeds: list[int]) -> tupl
 
 
 def show(name: str, result: dict[str, Any]) -> None:
-    """The means of every arm, one line each."""
+    """Print the means of every arm."""
     print(f"{name}: {len(result['seeds'])} seeds, mean (standard deviation)")
     print("                 " + "".join(f"{metric:>20s}" for metric in METRICS))
     for arm, values in result["summary"].items():

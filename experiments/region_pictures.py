@@ -1,4 +1,4 @@
-"""Pictures of test points by region, in the manner of the paper's Figures 5 and 6."""
+"""Pictures of test points by region, as in the paper's Figures 5 and 6."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def draw_regions(grid: Sequence[Sequence[tuple[str, Judged]]], *, named: bool = 
 
     Args:
         grid: Rows of panels, each a title and test points. The panels of a row share their regions, in one order.
-        named: Whether regions are few enough to be named on the axis; otherwise they are numbered.
-        height: Of a row, in inches.
+        named: Whether the axis shows the names of the regions instead of numbers.
+        height: Height of a row in inches.
     """
     figure = plt.figure(figsize=(5.5 * len(grid[0]), height * len(grid)), layout="constrained")
     parts = figure.subfigures(len(grid), len(grid[0]), squeeze=False)

@@ -1,8 +1,8 @@
-"""What the reproductions on tables share: test points by the region that judged them.
+"""Test points grouped by region, for the reproductions on tables.
 
-A region of SEP-C is a set of ellipsoids that hold a point and no other, or, outside all of them, the nearest one; a
-region of a decision tree is a leaf. Trust is the Bayes trust of SEP-C, and for a tree the share of the predicted
-label among the training points of the leaf.
+A region of SEP-C is the set of ellipsoids that contain a point, or, for points outside all of them, the nearest
+ellipsoid. A region of a decision tree is a leaf. Trust is the Bayes trust of SEP-C; for a tree it is the share of the
+predicted label among the training points of the leaf.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ACCEPTED, LOW = 0.95, 0.5
 
 
 class Judged(NamedTuple):
-    """Test points (B,): true and predicted labels as indices, trust, and where they lie.
+    """Test points (B,): true and predicted labels as indices, trust, and region.
 
-    ``region`` is a name, ``outside`` says whether no ellipsoid holds the point, and ``shared`` counts the training
-    points in all the ellipsoids, or in the leaf, that do.
+    ``region`` is the region's name. ``outside`` says whether no ellipsoid contains the point. ``shared`` counts the
+    training points in the intersection of the point's ellipsoids, or in its leaf.
     """
 
     truth: np.ndarray
@@ -55,9 +55,9 @@ class Region(NamedTuple):
 def judge(
     part: Partition, x: np.ndarray, y: np.ndarray, names: Sequence[str], nearest: Nearest = "euclidean"
 ) -> Judged:
-    """SEP-C on test points, by default with the paper's Euclidean distance; ``names`` are short ones of the classes."""
+    """SEP-C's judgement of test points, by default with Euclidean distance; ``names`` are short class names."""
     sepc = SEPC.from_partition(part, nearest, dtype=torch.float64)
-    # Batches: Euclidean distance needs a number for each point, ellipsoid and feature.
+    # In batches: Euclidean distance needs memory for each point, ellipsoid and feature.
     out = [sepc(torch.from_numpy(x[i : i + 256])) for i in range(0, len(x), 256)]
     label, trust, rule, near = (
         torch.cat([getattr(o, field) for o in out]).numpy() for field in ("label", "trust", "rule", "nearest")
@@ -69,14 +69,14 @@ def judge(
         f"near {called[k]}" if beyond else r" $\cap$ ".join(called[i] for i in np.flatnonzero(row))
         for row, beyond, k in zip(inside, outside, near, strict=True)
     ]
-    # A cell lies in all the ellipsoids that hold a point if as many of them hold the cell.
+    # A cell lies in all ellipsoids of a point if as many of them contain the cell as the point.
     within = inside.astype(int) @ part.cells.T.astype(int) == inside.sum(axis=1, keepdims=True)
     shared = np.where(outside, 0, within @ part.counts.sum(axis=1))
     return Judged(np.searchsorted(part.classes, y), label, trust, np.array(region), outside, shared)
 
 
 def judge_by_leaf(tree: DecisionTreeClassifier, x: np.ndarray, y: np.ndarray) -> Judged:
-    """A fitted decision tree on test points."""
+    """A fitted decision tree's judgement of test points."""
     share = tree.predict_proba(x)
     leaf, truth = tree.apply(x), np.searchsorted(tree.classes_, y)
     names, inside = np.array([f"leaf {i}" for i in leaf]), np.zeros(len(x), dtype=bool)
@@ -89,7 +89,7 @@ def pooled(parts: Sequence[Judged]) -> Judged:
 
 
 def ellipsoid_names(part: Partition, names: Sequence[str]) -> list[str]:
-    """B1, B2, ... in the order found; isolated points of a class are not told apart."""
+    """Names B1, B2, ... in the order found; isolated points of a class share one name."""
     found, called = [0] * len(names), []
     for e, code in zip(part.ellipsoids, part.codes, strict=True):
         found[code] += e.kind is not Kind.ISOLATED
@@ -98,7 +98,7 @@ def ellipsoid_names(part: Partition, names: Sequence[str]) -> list[str]:
 
 
 def regions(judged: Judged) -> list[Region]:
-    """The regions that hold test points: inside first, those with the most points first."""
+    """The regions with test points: regions inside ellipsoids first, then by number of points."""
     found = []
     for name in np.unique(judged.region):
         here = judged.region == name
@@ -116,7 +116,7 @@ def regions(judged: Judged) -> list[Region]:
 
 
 def summary(judged: Judged) -> dict[str, Any]:
-    """Accuracy, and what trust says about it."""
+    """Accuracy, and accuracy and coverage by trust."""
     right, trust, outside = judged.right, judged.trust, judged.outside
     accepted, wrong = trust > ACCEPTED, ~right
     surely_wrong = wrong & accepted
@@ -142,7 +142,7 @@ def summary(judged: Judged) -> dict[str, Any]:
 
 
 def selection(right: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
-    """Coverage of a choice of test points and the accuracy on them."""
+    """Coverage and accuracy of the kept test points."""
     return {"points": int(kept.sum()), "coverage": float(kept.mean()), "accuracy": _mean(right[kept])}
 
 

@@ -1,6 +1,6 @@
-"""Small disjuncts: put misclassified points back with their labels, partition again, and see where they go.
+"""Repartition with misclassified points put back with their labels, to find small disjuncts.
 
-The paper reads a cluster of mistakes in one region as a small disjunct: more of them than max_impure call for a new
+The paper reads a cluster of mistakes in one region as a small disjunct. More mistakes than max_impure call for a new
 partition, in which they get an ellipsoid of their own.
 """
 
@@ -18,7 +18,7 @@ from sepc_torch.ellipsoid import Kind
 
 
 class Repartition(NamedTuple):
-    """The partition without the mistakes and with them, and what became of these, as numbers."""
+    """The partitions without and with the mistakes, and numbers on the mistakes' new places."""
 
     before: Partition
     after: Partition
@@ -26,7 +26,7 @@ class Repartition(NamedTuple):
 
 
 def repartition(x: np.ndarray, y: np.ndarray, mistakes: np.ndarray, max_impure: int, solver: str) -> Repartition:
-    """Partition without some points and with them; ``mistakes`` are their rows."""
+    """Partition without and with some points; ``mistakes`` are their rows."""
     rest = np.setdiff1d(np.arange(len(y)), mistakes)
     names = [str(label) for label in np.unique(y)]
     before = partition(x[rest], y[rest], max_impure=max_impure, solver=solver)
@@ -59,7 +59,7 @@ def repartition(x: np.ndarray, y: np.ndarray, mistakes: np.ndarray, max_impure: 
 
 
 def homes(part: Partition, x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> dict[str, int]:
-    """How many of the points lie in an ellipsoid of their own, as isolated points, or among others of their class.
+    """The numbers of points in an ellipsoid of their own, isolated, and among others of their class.
 
     An ellipsoid is their own if they are at least half of the points of its class inside.
     """

@@ -1,131 +1,113 @@
-"""Write the tables of both READMEs from the JSON files in experiments/results, so that no number is typed by hand.
+"""Write the generated sections of README.md and docs/ from the JSON files in experiments/results.
 
-python experiments/report.py            # rewrite what stands between the markers
-python experiments/report.py --check    # only say whether they are up to date
+python experiments/report.py            # rewrite the sections between their markers
+python experiments/report.py --check    # exit with 1 if a section does not show the stored numbers
 
-Scripts that reproduce the paper store ``rows`` (artefact, paper, ours, why) and, where they draw, ``figures`` (name and
-caption); the tables show them as they are.
+Every section ends with the date, the command and the sources of its measurement. A section is marked "on older
+sources" if the package or the script differed from the measured one when the page was written. ``--check`` ignores
+this mark, so that an edit of the package alone does not fail it, and prints which results are older now.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from harness import FIGURES, RESULTS
+from gpu_tables import gpu
+from harness import FIGURES, RESULTS, SOURCES
 from markdown_tables import load, table
-from tables import SECTIONS
+from panel_tables import defaults, panel, summary
+from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
+from provenance import Files, older, stamps
+from tables import active, counting, inference, layers, nearest, partitions, refits, solvers
 
-README = RESULTS.parents[1] / "README.md"
-EXPERIMENTS = RESULTS.parent / "README.md"
-# What reproduces the paper, in the order of the paper.
-PAPER = ("overlapping", "toy_sets", "adult", "wdbc", "vertebral", "iris", "peers", "complexity")
-
-
-def reproductions() -> dict[str, dict[str, Any]]:
-    """The results of the scripts in ``PAPER`` that have been run."""
-    return {name: load(name) for name in PAPER if (RESULTS / f"{name}.json").exists()}
+ROOT = RESULTS.parents[1]
+OLDER = ", on older sources"
 
 
-def cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+class Section(NamedTuple):
+    """A generated section: the function that writes it, and the results that it shows."""
+
+    write: Callable[[], str]
+    results: tuple[str, ...]
+
+    def text(self) -> str:
+        return f"{self.write()}\n\n{measured_on({name: load(name) for name in self.results}, SOURCES)}"
 
 
-def side_by_side(results: dict[str, dict[str, Any]]) -> str:
-    """Every result of the paper beside ours; where they differ, by how much and why."""
-    rows = [
-        [cell(row["artefact"]), f"`{found['command']}`", cell(row["paper"]), cell(_with_reason(row))]
-        for found in results.values()
-        for row in found["rows"]
-    ]
-    return table(["artefact", "command", "paper", "ours"], rows)
+def measured_on(results: dict[str, dict[str, Any]], files: Files) -> str:
+    """One line for every stamp: date, command and sources, and whether the sources have changed.
+
+    Args:
+        results: Stored results by name.
+        files: The present sources.
+    """
+    lines = [_line(names, stamp, files) for names, stamp in _by_stamp(results)]
+    return "\n".join(lines if len(lines) == 1 else [f"- {line}" for line in lines])
 
 
-def _with_reason(row: dict[str, str]) -> str:
-    return f"{row['ours']}. *{row['why']}*" if row["why"] else row["ours"]
+def _by_stamp(results: dict[str, dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Every stamp with the parts that share it; a result without parts has one unnamed part."""
+    found: list[tuple[list[str], dict[str, Any]]] = []
+    for result in results.values():
+        groups: list[tuple[list[str], dict[str, Any]]] = []
+        for part, stamp in stamps(result).items():
+            same = next((names for names, other in groups if other == stamp), None)
+            if same is None:
+                groups.append(([part], stamp))
+            else:
+                same.append(part)
+        found += groups
+    return found
 
 
-def in_short(results: dict[str, dict[str, Any]]) -> str:
-    rows = [
-        [cell(row["artefact"]), cell(row["paper"]), cell(row["ours"])]
-        for found in results.values()
-        for row in found["rows"]
-    ]
-    return table(["artefact", "paper", "ours"], rows)
+def _line(parts: list[str], stamp: dict[str, Any], files: Files) -> str:
+    named = f"{'Parts' if len(parts) > 1 else 'Part'} {', '.join(parts)}: measured"
+    what = named if parts != [""] else "Measured"
+    age = OLDER if older(stamp, files) else ""
+    return f"{what} {_date(stamp)} with `{stamp['command']}`{age} ({_sources(stamp)})."
 
 
-def figures(results: dict[str, dict[str, Any]], folder: Path) -> str:
-    """Every picture under its caption."""
-    parts = []
-    for script, found in results.items():
-        captions: dict[str, str] = found.get("figures") or _found_on_disk(script, folder)
-        for name, caption in captions.items():
-            link = f"[SVG]({folder.name}/{name}.svg)"
-            parts.append(f"{caption} (`{found['command']}`, {link})\n\n![{caption}]({folder.name}/{name}.png)")
-    return "\n\n".join(parts)
+def _date(stamp: dict[str, Any]) -> str:
+    """The day of the measurement; a stamp from version control knows only the day of the commit."""
+    return ("not after " if "stamped" in stamp else "") + str(stamp["date"])[:10]
 
 
-def _found_on_disk(script: str, folder: Path) -> dict[str, str]:
-    """Pictures named after their script, each with what the script says it does."""
-    text = ast.get_docstring(ast.parse((RESULTS.parent / f"{script}.py").read_text())) or script
-    return {path.stem: text.splitlines()[0] for path in sorted(folder.glob(f"{script}*.png"))}
+def _sources(stamp: dict[str, Any]) -> str:
+    return ", ".join(f"{name} `{value}`" for name, value in stamp["sources"].items())
 
 
-def agreements(results: dict[str, dict[str, Any]]) -> str:
-    """Every comparison of two solvers that the scripts have stored."""
+def all_results() -> dict[str, dict[str, Any]]:
+    """Every stored result by name."""
+    return {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def provenance_table(results: dict[str, dict[str, Any]], files: Files) -> str:
+    """The command, date and sources of every stored result."""
     rows = [
         [
-            f"`{script}.py`",
-            ", ".join(where),
-            " and ".join(found["solvers"]),
-            str(found["ellipsoids"][0]),
-            "yes" if found["same"] else "no",
-            "" if found["log_volume_difference"] is None else f"{found['log_volume_difference']:.0e}",
+            f"`{name}.json`" + (f": {', '.join(parts)}" if parts != [""] else ""),
+            f"{_date(stamp)}{OLDER if older(stamp, files) else ''}",
+            f"`{stamp['command']}`",
+            *(f"`{value}`" for value in stamp["sources"].values()),
         ]
-        for script, result in results.items()
-        for where, found in _comparisons(result, ())
+        for name, result in results.items()
+        for parts, stamp in _by_stamp({name: result})
     ]
-    return table(["script", "set", "solvers", "ellipsoids", "the same", "log-volumes differ by"], rows)
+    return table(["result", "measured", "command", "package", "script"], rows)
 
 
-def peers() -> str:
-    """Every classifier on every set; the best of a column in bold."""
-    sets = load("peers")["sets"]
-    parts = []
-    for measure, title, best in (
-        ("accuracy", "accuracy", max),
-        ("aurc", "AURC of its own confidence (less is better)", min),
-        ("accuracy_80", "accuracy at 80 % coverage", max),
-    ):
-        names = list(next(iter(sets.values())))
-        winners = {data: best(found[name][measure] for name in names) for data, found in sets.items()}
-        rows = []
-        for name in names:
-            shown = [
-                f"**{found[name][measure]:.3f}**"
-                if found[name][measure] == winners[data]
-                else f"{found[name][measure]:.3f}"
-                for data, found in sets.items()
-            ]
-            rows.append([name, *shown])
-        parts.append(table([title, *sets], rows))
-    return "\n\n".join(parts)
-
-
-def _comparisons(value: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    if isinstance(value, dict):
-        if "log_volume_difference" in value:
-            yield where, value
-        for name, inner in value.items():
-            yield from _comparisons(inner, where if name in ("agreement", "features") else (*where, name))
+def ages(results: dict[str, dict[str, Any]], files: Files) -> str:
+    """A sentence that names the results with a part that was measured on older sources."""
+    old = [name for name, result in results.items() if any(older(stamp, files) for stamp in stamps(result).values())]
+    named = f": {', '.join(old)}" if old else ""
+    return f"{len(old)} of {len(results)} results were measured on older sources{named}"
 
 
 def rewritten(text: str, sections: dict[str, Callable[[], str]]) -> str:
-    """The text with each section between its markers written afresh."""
+    """The text with the sections between their markers written afresh."""
     for name, write in sections.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         if start not in text or end not in text:
@@ -138,35 +120,64 @@ def rewritten(text: str, sections: dict[str, Callable[[], str]]) -> str:
     return text
 
 
-DOCUMENTS: dict[Path, dict[str, Callable[[], str]]] = {
-    README: {
-        "paper": lambda: in_short(reproductions()),
-        **SECTIONS,
+def same_numbers(before: str, after: str) -> bool:
+    """Whether two texts of a page differ at most in the marks of older sources."""
+    return before.replace(OLDER, "") == after.replace(OLDER, "")
+
+
+PAPER_PAGE = ROOT / "docs" / "paper.md"
+PAGES: dict[str, dict[str, Section]] = {
+    "README.md": {"summary": Section(summary, ("trust_panel",))},
+    "docs/panel.md": {
+        "summary": Section(summary, ("trust_panel",)),
+        "panel": Section(panel, ("trust_panel",)),
+        "defaults": Section(defaults, ("head_defaults",)),
     },
-    EXPERIMENTS: {
-        "paper": lambda: side_by_side(reproductions()),
-        "agreements": lambda: agreements(reproductions()),
-        "peers": peers,
-        "figures": lambda: figures(reproductions(), FIGURES),
+    "docs/speed.md": {
+        "inference": Section(inference, ("bench_inference",)),
+        "gpu": Section(gpu, ("bench_gpu",)),
+        "partitions": Section(partitions, ("bench_partition",)),
+        "counting": Section(counting, ("bench_partition_gpu",)),
     },
+    "docs/solvers.md": {
+        "solvers": Section(solvers, ("bench_solvers",)),
+        "layers": Section(layers, ("bench_layers", "bench_layers_gpu")),
+        "refits": Section(refits, ("refit_moons", "refit_embeddings")),
+    },
+    "docs/active_learning.md": {"active": Section(active, ("active_learning",))},
+    "docs/paper.md": {
+        "paper": Section(lambda: side_by_side(reproductions()), PAPER),
+        "agreements": Section(lambda: agreements(reproductions()), ("overlapping", "toy_sets", "wdbc", "iris")),
+        "peers": Section(peers, ("peers",)),
+        "nearest": Section(nearest, ("nearest",)),
+    },
+}
+# Generated sections that show no numbers of one measurement, and need no line on it.
+PLAIN: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/paper.md": {"figures": lambda: figures(reproductions(), FIGURES, PAPER_PAGE)},
+    "docs/results.md": {"results": lambda: provenance_table(all_results(), SOURCES)},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a README is not up to date")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page does not show the stored numbers")
     options = parser.parse_args()
     stale = []
-    for path, sections in DOCUMENTS.items():
+    for page in dict.fromkeys([*PAGES, *PLAIN]):
+        path = ROOT / page
+        sections = {name: section.text for name, section in PAGES.get(page, {}).items()} | PLAIN.get(page, {})
         before = path.read_text()
         after = rewritten(before, sections)
-        name = path.relative_to(README.parent)
-        if after != before:
-            stale.append(str(name))
         if not options.check:
             path.write_text(after)
-            print(f"{name} {'rewritten' if after != before else 'is up to date'}")
-    if options.check and stale:
+            print(f"{page} {'rewritten' if after != before else 'is up to date'}")
+        elif not same_numbers(before, after):
+            stale.append(page)
+        elif after != before:
+            print(f'{page}: the marks "{OLDER.strip(", ")}" are out of date; python experiments/report.py renews them')
+    print(ages(all_results(), SOURCES))
+    if stale:
         sys.exit(f"{' and '.join(stale)} out of date: run python experiments/report.py")
 
 

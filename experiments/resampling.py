@@ -1,4 +1,4 @@
-"""Figures of many resamples at once: each is given by how often it holds every row."""
+"""AURC and AUROC of many bootstrap resamples at once; a resample is given by its count of every row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, cat
 
 
 def resampled_aurc(score: Tensor, loss: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The area under the risk of every resample, given how often it holds each row."""
+    """The area under the risk-coverage curve of every resample, from its counts of the rows."""
     order = score.argsort(descending=True, stable=True).numpy()
     held = counts[:, order]
     risk = (held * loss[order]).cumsum(axis=1) / np.maximum(held.cumsum(axis=1), 1)
@@ -15,7 +15,7 @@ def resampled_aurc(score: Tensor, loss: np.ndarray, counts: np.ndarray) -> np.nd
 
 
 def resampled_auroc(known: Tensor, unknown: Tensor, counts: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """How often a known row of a resample has more than an unknown one."""
+    """The share of pairs in which the known row scores above the unknown one, for every resample."""
     order = cat([unknown, known]).argsort(stable=True).numpy()
     strange = np.hstack([others, np.zeros_like(counts)])[:, order]
     usual = np.hstack([np.zeros_like(others), counts])[:, order]

@@ -1,10 +1,10 @@
-"""Frozen models of any size without a partition: ellipsoids in groups, and the training points that vouch for them.
+"""Synthetic frozen models of any size, made without a partition: groups of ellipsoids, and training counts.
 
-Points lie in normal clouds. Every cloud has four ellipsoids with centres and axes of their own near its middle, scaled
-to hold the same share of it, as large as leaves a given share of all points in no ellipsoid. At any number of
-dimensions about a third of the points is then in none, in one and in several. The counts are those that
-:func:`sepc_torch.partitioning.cells.ledger` would find, in torch on the device, since the largest of these models would take NumPy
-minutes.
+Points come from normal clouds. Every cloud has four ellipsoids near its middle, each with its own centre and axes.
+They are scaled to contain the same share of the cloud, such that a given share of all points is in no ellipsoid. At any
+number of dimensions about a third of the points is then in no ellipsoid, a third in one and a third in several. The
+counts equal those of :func:`sepc_torch.partitioning.cells.ledger`. They are computed in torch on the device, because
+NumPy would take minutes for the largest models.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sepc_torch.partitioning.cells import RESOLUTION
 
 TRAINING_POINTS = 10_000
 MOST_CLASSES = 10
-# Ellipsoids of one cloud: of different classes, as where classes overlap.
+# Ellipsoids of one cloud. They have different classes, so that classes overlap.
 GROUP = 4
-# Share of the labels that are drawn at random rather than taken from the nearest ellipsoid.
+# Share of labels drawn at random; the others are the class of the nearest ellipsoid.
 WRONG_LABELS = 0.2
-# Share of the points to judge that come from clouds three times as wide.
+# Share of the query points that come from clouds three times as wide.
 FAR, FAR_WIDTH = 0.1, 3.0
 
 
@@ -57,7 +57,7 @@ class Synthetic:
         )
 
     def points(self, rows: int, seed: int) -> Tensor:
-        """Points to judge (B, D): from the clouds of the training points, a share of them farther out."""
+        """Query points (B, D) from the clouds of the training points, a share of them from wider clouds."""
         generator = torch.Generator(self.middles.device).manual_seed(seed)
         z, _ = _draw(self.middles, rows, generator, far=FAR)
         return z
@@ -79,15 +79,15 @@ def synthetic(
     outside: float = 0.3,
     points: int = TRAINING_POINTS,
 ) -> Synthetic:
-    """A model with so many ellipsoids in so many dimensions.
+    """A synthetic model with a given number of ellipsoids and dimensions.
 
     Args:
         count: Ellipsoids K. They have ten classes, or as many as there are ellipsoids, but at least two.
         dim: Features D.
-        seed: Same seed and device, same model.
-        device: Where to draw it, and where it then is.
-        apart: Standard deviation of the middles of the clouds; that of a cloud is 1.
-        stretch: How many times longer than the shortest the longest axes are, before they are sheared.
+        seed: The seed; equal seed and device give an equal model.
+        device: The device that draws and holds the model.
+        apart: Standard deviation of the clouds' middles; a cloud has standard deviation 1.
+        stretch: Ratio of the longest to the shortest axis before shearing.
         outside: The share of the training points in no ellipsoid.
         points: Number of training points.
     """
@@ -117,7 +117,7 @@ def synthetic(
 
 
 def training_counts(distance: Tensor, codes: Tensor, labels: Tensor, totals: Tensor) -> TrainingCounts:
-    """What the rules know of labelled training points, from their distances (N, K) to the ellipsoids."""
+    """Class counts for the rules, from the distances (N, K) of labelled training points to the ellipsoids."""
     inside = distance <= 1.0 + SURFACE_TOLERANCE
     packed, cell = np.unique(np.packbits(inside.cpu().numpy(), axis=1), axis=0, return_inverse=True)
     cells = torch.from_numpy(np.unpackbits(packed, axis=1, count=len(codes)).astype(bool)).to(distance.device)
@@ -138,7 +138,7 @@ def training_counts(distance: Tensor, codes: Tensor, labels: Tensor, totals: Ten
 
 
 def _draw(middles: Tensor, rows: int, generator: torch.Generator, far: float) -> tuple[Tensor, Tensor]:
-    """Points (B, D) of the clouds, a share of them from wide ones, and which cloud each is of (B,)."""
+    """Points (B, D) of the clouds, a share of them from wider clouds, and the cloud of each (B,)."""
     cloud = torch.randint(len(middles), (rows,), generator=generator, device=middles.device)
     noise = torch.randn(rows, middles.shape[1], generator=generator, device=middles.device)
     wide = torch.rand(rows, 1, generator=generator, device=middles.device) < far
@@ -152,7 +152,7 @@ def _distances(x: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
 
 
 def _radii(distance: Tensor, own: Tensor, outside: float) -> Tensor:
-    """The distance (K,) within which every ellipsoid holds the same share of its cloud and all leave some outside."""
+    """Radii (K,) at which all ellipsoids contain the same share of their cloud and leave a share of points outside."""
     ordered = torch.where(own, distance, torch.inf).sort(dim=0).values
     sizes = own.sum(dim=0)
 

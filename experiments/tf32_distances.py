@@ -1,4 +1,4 @@
-"""Distances by one fused Triton kernel with three TF32 products each, the simplest way to float32's accuracy."""
+"""Distances by a plain fused Triton kernel with three TF32 products each, for comparison in ``bench_gpu.py``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _distances(z, centers, transposed, out, points, count: tl.constexpr, dim: tl
 
 
 def tf32_distances(z: Tensor, centers: Tensor, transposed: Tensor, rows: int, warps: int) -> Tensor:
-    """Distances (B, K) of contiguous float32 points; ``rows`` of them, a power of two as D is, make a program.
+    """Distances (B, K) of contiguous float32 points; D and ``rows`` must be powers of two.
 
     Args:
         z: Points (B, D).
         centers: Centres (K, D).
         transposed: Whiteners transposed, (K, D, D) contiguous.
-        rows: Points of a program.
-        warps: Its warps.
+        rows: Points of one program.
+        warps: Warps of one program.
     """
     points, dim = z.shape
     out = torch.empty(points, len(centers), dtype=torch.float32, device=z.device)

@@ -1,11 +1,11 @@
 """Figure 3 of the paper: Circles, Moons and XOR, which no single hyperplane separates.
 
-Claims: Circles with max_impure 5 end after 4 iterations, Moons with max_impure 2 after 3; XOR cannot be separated and
-gets two terminal ellipsoids that cross. The paper names scikit-learn's ``make_circles`` and ``make_moons`` and gives
-no parameters; ours are 100 points (scikit-learn's default), noise 0.1 and, for Circles, factor 0.5. How much hangs on
-that is counted over many draws of these and of the settings in scikit-learn's own examples. (Without noise both
-Circles have the same centroid, and nothing is separated.) For XOR the paper adds a
-random point within 0.01 of a point of each class so that its solver ends; the floor of this library needs none.
+Claims: Circles with max_impure 5 end after 4 iterations, Moons with max_impure 2 after 3. XOR cannot be separated and
+gets two terminal ellipsoids that cross. The paper names scikit-learn's ``make_circles`` and ``make_moons`` without
+parameters. Ours are 100 points (scikit-learn's default), noise 0.1 and, for Circles, factor 0.5. The script counts
+iterations over many draws of these settings and of those in scikit-learn's own examples, to show their effect. (Without
+noise both circles have the same centroid, and nothing is separated.) For XOR the paper adds a random point within 0.01
+of a point of each class so that its solver ends; this library's floor needs no added points.
 
     python experiments/toy_sets.py
 """
@@ -73,7 +73,7 @@ def draw(name: str, setting: dict[str, Any], seed: int) -> tuple[np.ndarray, np.
 
 
 def count_iterations(toy: ToySet, setting: dict[str, Any], draws: int, seed: int, **options: Any) -> dict[str, int]:
-    """How many draws take how many iterations."""
+    """The number of draws for each number of iterations."""
     found = Counter(
         len(
             partition(
@@ -94,7 +94,7 @@ def jittered(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def xor(seed: int, solver: str) -> tuple[Partition, list[Ellipsoid], dict[str, Any]]:
-    """The partition with our floor, the ellipsoids with the paper's jitter, and both in numbers."""
+    """The partition with our floor, the ellipsoids with the paper's jitter, and numbers on both."""
     part = partition(*XOR, solver=solver, progress=False)
     x, y = jittered(seed)
     noisy: list[Ellipsoid] = [minimum_volume_ellipsoid(x[y == c], solver=solver) for c in (0, 1)]
@@ -153,7 +153,7 @@ def xor_row(crossing: dict[str, Any]) -> dict[str, str]:
 
 
 def likeliest(toy: ToySet, counted: dict[str, Any]) -> str:
-    """The setting, of those tried, that takes the paper's number of iterations most often."""
+    """The tried setting that takes the paper's number of iterations most often."""
     hits = {
         (name, kind): counts.get(str(toy.paper), 0) for name, kinds in counted.items() for kind, counts in kinds.items()
     }
@@ -177,7 +177,7 @@ def draw_toys(
         above, below = axes[:, column]
         draw_partition(part, x, y, legend=False, ax=above)
         draw_decisions(SEPC.from_partition(part, "euclidean", dtype=torch.float64), x, y, legend=last, ax=below)
-        below.set_rasterization_zorder(2.5)  # all but the points: shading, hatching, edges, which would fill the SVG
+        below.set_rasterization_zorder(2.5)  # rasterise all but the points: shading and hatching would fill the SVG
         title = {"circles": "Circles", "moons": "Moons", "xor": "XOR"}[name]
         iterations = len(part.hyperplanes)
         panel(above, "abc"[column], f"{title}: {iterations} iterations" if iterations else f"{title}: no separation")
@@ -189,7 +189,7 @@ def draw_toys(
 
 
 def _draw_jitter(ax: Axes, part: Partition, noisy: list[Ellipsoid]) -> None:
-    """The ellipses of the paper's extra points, farther than the points, and a corner enlarged to show their width."""
+    """Draw the ellipses with the paper's extra points, and an enlarged corner that shows their width."""
     ax.set(xlim=(-0.45, 1.45), ylim=(-0.5, 1.45))
     corner = ax.inset_axes((0.3, 0.03, 0.4, 0.28), xlim=(0.975, 1.025), ylim=(0.98, 1.02), xticks=[], yticks=[])
     corner.scatter([1.0], [1.0], c=COLORS[0], s=30, zorder=4)

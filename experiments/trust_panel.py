@@ -1,28 +1,31 @@
-"""Does the trust head find a network's mistakes, and what it has never seen, better than every other score?
+"""Trust panel: does the trust head find a network's mistakes and unknown classes better than other scores?
 
-Embeddings of small networks on KEEL's and the paper's tables (``panel_data.py``), each also with two classes in five
-left out as unknowns; CNN features of Fashion-MNIST with digits and letters as unknowns, and noisy pictures; sentences
-of CLINC150 with queries of no intent. The label is the network's for every score. Four questions for every set:
+The data are embeddings of small networks on KEEL's and the paper's tables (``panel_data.py``), each also with two
+classes in five left out as unknowns; CNN features of Fashion-MNIST with digits and letters as unknowns, and noisy
+pictures; sentences of CLINC150 with queries of no intent. The label is the network's for every score. Every set has
+four questions:
 
 - mistakes: AURC of ``confidence`` against the best of the peers;
 - unknowns: AUROC of ``strangeness``;
-- both: SCOD-AURC of ``joint``, as many unknown as known, unknown and wrong cost the same;
+- both: SCOD-AURC of ``joint``, with as many unknown as known rows; unknown and wrong rows cost the same;
 - calibration: ECE of ``confidence`` (15 bins) against temperature-scaled softmax.
 
-Means over five seeds; for KEEL's tables a seed draws rows, weights and classes left out, for the two large sets, whose
-networks are given, only the split of the calibration rows. Intervals: paired bootstrap of the test rows, 95 %. The best
-peer is chosen in hindsight for every set and question, from all of them: no user could do so. Nothing of ours is chosen
-per set. The scores were designed on other tables (optdigits, texture, magic, ring, vowel, marketing, movement_libras,
-contraceptive, with small and with overtrained deep networks). These sets were looked at too: CLINC150 decided on 64
-directions and on the temperature, Fashion-MNIST supported polar coordinates and scaled neighbours, and all of them the
-bending of the confidence. So this table is not a test on sets that nobody has seen.
+Figures are means over five seeds. For KEEL's tables a seed draws rows, weights and left-out classes; for the two large
+sets, whose networks are given, only the split of the calibration rows. Intervals are 95 %, from a paired bootstrap of
+the test rows. The best peer is chosen in hindsight from all peers for every set and question; no user could do so.
+Nothing of the head is chosen per set.
 
-What was tried and left out: the margin of the partition itself and the paper's trust as further evidence (no gain
-beside the densities; alone, the margin ranks no better than one ellipsoid per class in all dimensions); one density per
-class instead of one per class and piece (worse on both questions); stronger priors on covariances, 2 to 20 times
-(worse); a background density as in relative Mahalanobis (worse); k-th instead of first neighbours (worse for unknowns);
-prototypes of 3 to 20 points instead of training points (worse for mistakes); products of confidence with powers of the
-typicality, minimum of ranks, Bayes factors of p-values (joint: within noise, or worse).
+The panel is not a test on unseen data. The scores were designed on other tables (optdigits, texture, magic, ring,
+vowel, marketing, movement_libras, contraceptive, with small and with overtrained deep networks). But the panel's sets
+were looked at too: CLINC150 decided on 64 directions and on the temperature, Fashion-MNIST supported polar coordinates
+and scaled neighbours, and all of them decided on the bending of the confidence.
+
+Tried and left out: the margin of the partition and the paper's trust as further evidence (no gain beside the densities;
+alone, the margin ranks no better than one ellipsoid per class in all dimensions); one density per class instead of one
+per class and piece (worse on both questions); priors on covariances 2 to 20 times stronger (worse); a background
+density as in relative Mahalanobis (worse); the k-th instead of the first neighbour (worse for unknowns); prototypes of
+3 to 20 points instead of training points (worse for mistakes); for the joint score, products of confidence with powers
+of the typicality, the minimum of ranks, and Bayes factors of p-values (within noise, or worse).
 
     SEPC_DATA=... python experiments/trust_panel.py --jobs 2        # about fifteen minutes
 """
@@ -54,7 +57,7 @@ RISK, DELTA = 0.05, 0.1
 
 OURS = {"mistakes": "confidence", "unknowns": "strangeness", "both": "joint", "calibration": "confidence"}
 Scores = dict[str, dict[str, Tensor]]
-# How to make a case, with what, and the seeds to run it with.
+# The function that makes a case, its arguments, and the seeds to run.
 Task = tuple[Callable[..., Case | None], tuple[Any, ...], dict[str, Any], list[int]]
 
 
@@ -63,7 +66,7 @@ def tensor(values: np.ndarray) -> Tensor:
 
 
 def groups(case: Case) -> dict[str, Rows]:
-    """The rows to score: test rows, then unknown and shifted ones."""
+    """The rows to score by group: test rows, then unknown and shifted rows."""
     return {"test": case.test, **case.unknown, **case.shifted}
 
 
@@ -83,7 +86,7 @@ def peer_scores(case: Case) -> Scores:
 
 
 def head_scores(head: TrustHead, case: Case) -> Scores:
-    """The calibrated head's scores in every group; larger is more to be trusted."""
+    """The calibrated head's scores in every group; a larger score means more trust."""
     outs = {name: head(tensor(rows.z), tensor(rows.logits)) for name, rows in groups(case).items()}
     fields: dict[str, Callable[[Any], Tensor]] = {
         "confidence": lambda out: out.confidence,
@@ -97,7 +100,7 @@ def head_scores(head: TrustHead, case: Case) -> Scores:
 
 
 def judge(case: Case, scores: Scores, seed: int) -> dict[str, dict[str, float]]:
-    """All figures of all scores: question, or question and group, to score to figure."""
+    """All figures by question (or question and group) and score."""
     right = tensor(case.test.right)
     found: dict[str, dict[str, float]] = {}
     for name, score in scores.items():
@@ -118,7 +121,7 @@ def judge(case: Case, scores: Scores, seed: int) -> dict[str, dict[str, float]]:
 
 
 def joint(case: Case, score: dict[str, Tensor], group: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, right labels and unknown flags of as many known as unknown rows, drawn alike for every score."""
+    """Scores, right labels and unknown flags of as many known as unknown rows; every score gets the same draw."""
     count = min(len(score["test"]), len(score[group]))
     rng = np.random.default_rng([seed, count])
     known, strangers = (torch.from_numpy(rng.permutation(len(score[name]))[:count]) for name in ("test", group))
@@ -168,7 +171,7 @@ def run(case: Case, seeds: list[int], resamples: int) -> list[dict[str, Any]]:
 
 
 def bootstrap(case: Case, scores: Scores, seed: int, resamples: int) -> dict[str, dict[str, list[float]]]:
-    """Resampled figures of ours less those of each peer, paired: the same rows for all of them."""
+    """Differences of our resampled figures to those of each peer, paired: all share the resampled rows."""
     rng = np.random.default_rng([seed, 7])
     names = [name for name in PEERS if name in scores]
     found: dict[str, dict[str, list[float]]] = {}
@@ -235,7 +238,7 @@ def summarise(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         runs = [result for result in results if result["set"] == name]
         for question in runs[0]["figures"]:
             kind = question.partition(":")[0]
-            if kind == "naurc":  # not defined in runs without a mistake
+            if kind == "naurc":  # undefined in runs without a mistake
                 continue
             mean = {
                 score: float(np.mean([run["figures"][question][score] for run in runs]))
@@ -305,7 +308,7 @@ def draw(results: list[dict[str, Any]]) -> None:
 
 
 def cases(seeds: list[int]) -> list[Task]:
-    """Everything to run."""
+    """All tasks of the panel."""
     sets = tables() | paper_tables()
     found: list[Task] = [
         (clinc_case, (), {}, seeds),
@@ -323,7 +326,7 @@ def make_and_run(
     torch.set_num_threads(1)
     case = make(*inputs, **options)
     if case is None:
-        print(f"{make.__name__}: its file is not in SEPC_DATA, left out")
+        print(f"{make.__name__}: left out, SEPC_DATA does not have its file")
         return []
     found = run(case, seeds, resamples)
     print(f"{case.name}, seeds {seeds}: fit {found[0]['fit_s']:.1f} s", flush=True)
@@ -332,7 +335,7 @@ def make_and_run(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()
     begun = time.perf_counter()
     seeds = [options.seed + number for number in range(1 if options.smoke else SEEDS)]

@@ -1,8 +1,9 @@
-"""Vertebral Column: one class nearly inside the other, and accuracy that varies from fold to fold.
+"""Vertebral Column: one class nearly inside the other, and accuracy that varies between folds.
 
 The paper finds overlap ratios 0.67 (normal) and 0.006 (abnormal), 7 normal and 157 abnormal points outside the
 overlap, and in 10 folds with max_impure 2 accuracies from 64.2 % to 92.8 %. In the worst fold several normal points
-lie in ellipsoids with abnormal points only; in the best fold the same points have an ellipsoid of their own. Is it so?
+lie in ellipsoids with abnormal points only; in the best fold these points have an ellipsoid of their own. This script
+checks each statement.
 
     SEPC_DATA=... python experiments/vertebral.py
 """
@@ -34,7 +35,7 @@ CAPTIONS = {
 
 
 class Fold(NamedTuple):
-    """One fold: rows of its test points, its partition, and how the test points were judged."""
+    """One fold: rows of its test points, its partition, and the judgement of the test points."""
 
     test: np.ndarray
     part: Partition
@@ -55,7 +56,7 @@ def cross_validate(data: Data, folds: int, seed: int, solver: str) -> list[Fold]
 
 
 def overlap(data: Data, solver: str) -> dict[str, Any]:
-    """The landscape of the whole set, and how nearly its features depend on each other."""
+    """The landscape of the whole set, and the rank of its features."""
     x, y = data
     shape = landscape(x, y, max_impure=MAX_IMPURE, solver=solver)
     singular = np.linalg.svd(StandardScaler().fit_transform(x), compute_uv=False)
@@ -72,7 +73,7 @@ def overlap(data: Data, solver: str) -> dict[str, Any]:
 
 
 def compare_folds(data: Data, worst: Fold, best: Fold, solver: str) -> dict[str, Any]:
-    """The normal points that the worst fold got wrong: where they lay, where they lie in the best fold, and after."""
+    """Places of the normal points misclassified in the worst fold: in it, in the best fold, and after repartition."""
     x, y = data
     wrong = ~worst.judged.right & (worst.judged.truth == 0)
     rows = worst.test[wrong]
@@ -91,7 +92,7 @@ def compare_folds(data: Data, worst: Fold, best: Fold, solver: str) -> dict[str,
 
 
 def table(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The paper's statements beside ours."""
+    """Rows that compare the paper's statements with our results."""
     shape, folds, worst = found["overlap"], found["folds"], found["worst_fold"]
     again, best = worst["repartition"], worst["in_best_fold"]
     sure, inside = folds["accepted"], folds["inside"]

@@ -1,9 +1,9 @@
-"""WDBC: hardly any overlap, high accuracy, and a small disjunct that a new partition resolves (Figure 6 of the paper).
+"""WDBC: little overlap, high accuracy, and a small disjunct that a new partition resolves (Figure 6 of the paper).
 
 The paper makes 4 random splits of 90 and 10 % with all 30 features and max_impure 2. It finds 3 ellipsoids a class,
 full trust in nearly every label, and about 10 malignant test points in one benign region, misclassified with high
-trust: a small disjunct, which would get an ellipsoid of its own in a new partition. We do the same, add 10-fold
-accuracy, put the misclassified points back, and check that cvxpy finds the same partition.
+trust: a small disjunct, which would get an ellipsoid of its own in a new partition. This script repeats the splits,
+adds 10-fold accuracy, puts the misclassified points back, and checks that cvxpy finds the same partition.
 
     python experiments/wdbc.py
 """
@@ -40,7 +40,7 @@ from sepc_torch.plot import draw_partition
 
 MAX_IMPURE = 2
 NAMES = ("M", "B")  # scikit-learn numbers malignant 0 and benign 1
-# The three features with which the first work on these data reached 97 %, as the paper reports.
+# The three features of the first work on these data, which reached 97 % according to the paper.
 THREE = ("mean texture", "worst area", "worst smoothness")
 CAPTIONS = {
     "wdbc_regions": "Figure 6: test points of 4 splits by region. B1 is the first benign ellipsoid, M2 the second "
@@ -53,7 +53,7 @@ CAPTIONS = {
 def cross_validate(
     data: Data, splits: Any, solver: str, standardize: bool = True
 ) -> tuple[list[Partition], list[Judged], np.ndarray]:
-    """Partition and judgement of every fold, and the rows misclassified in any of them."""
+    """Partition and judgement of every fold, and the rows misclassified in any fold."""
     x, y = data
     parts, judgements, wrong = [], [], []
     for train, test in splits.split(x, y):
@@ -64,7 +64,7 @@ def cross_validate(
 
 
 def check_solver(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
-    """The partition through cvxpy and Clarabel, the programs as the paper states them, beside the native one."""
+    """Comparison of the native partition with that of the paper's programs through cvxpy and Clarabel."""
     (fast, native), (slow, stated) = (
         cpu_time(partial(partition, x, y, max_impure=MAX_IMPURE, solver=solver, progress=False), repeats=1)
         for solver in ("native", "CLARABEL")
@@ -82,7 +82,7 @@ def draw_folds(judgements: list[Judged]) -> Figure:
 
 
 def draw_repartition(x: np.ndarray, y: np.ndarray, mistakes: np.ndarray, found: Repartition) -> Figure:
-    """Two features: the ellipses before and after the misclassified points are put back."""
+    """Draw two features: the ellipses before and after the misclassified points are put back."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained", sharex=True, sharey=True)
     rest = np.setdiff1d(np.arange(len(y)), mistakes)
     for ax, part, rows in ((axes[0], found.before, rest), (axes[1], found.after, np.arange(len(y)))):
@@ -104,7 +104,7 @@ def draw_repartition(x: np.ndarray, y: np.ndarray, mistakes: np.ndarray, found: 
 
 
 def table(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The paper's statements beside ours."""
+    """Rows that compare the paper's statements with our results."""
     splits, folds, solver, again = found["splits"], found["folds"], found["solver_check"], found["repartition"]
     whole, three = again["30 features"], again["3 features"]
     numbers, unscaled = (
@@ -185,7 +185,7 @@ def main() -> None:
     bunch = load_breast_cancer()
     x, y, names = bunch.data, bunch.target, list(bunch.feature_names)
     if options.smoke:
-        x, y = x[::2, :8], y[::2]  # fewer features: the check against cvxpy takes the time
+        x, y = x[::2, :8], y[::2]  # fewer features, because the check against cvxpy takes most of the time
         names = list(THREE) * 2
     seed, solver = options.seed, options.solver
     native = partition(x, y, max_impure=MAX_IMPURE)

@@ -1,6 +1,12 @@
-"""SEP-C: which predictions to trust, from sequential ellipsoidal partitioning.
+"""Sequential ellipsoidal partitioning classifier (SEP-C): a label for each sample, and how far to trust it.
 
-Names load on first use, so that a machine with only torch and NumPy can run a frozen model.
+The folders, in the order of the data: ``data`` checks arrays, ``solvers`` solves the convex programs, ``partitioning``
+covers labelled points with ellipsoids, ``model`` is the frozen torch classifier, ``head`` turns a network's embeddings
+into calibrated trust, ``metrics`` evaluates trust scores, ``training`` uses them in active learning and in Lightning.
+``layers`` holds the differentiable fits. ``estimator`` (scikit-learn), ``plot``, ``cli`` and ``demo`` build on all of
+them.
+
+Public names are imported on first use, so a frozen model runs where only torch and NumPy are installed.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Alias of :mod:`sepc_torch.metrics.baselines`."""
+"""Alias of :mod:`sepc_torch.metrics.baselines` (baseline scores), kept for the documented import path."""
 
 from sepc_torch.metrics.baselines import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""The command ``sepc``: fit, score, explain, landscape and demo (extra ``cli``).
+"""Command line interface ``sepc``: fit, score, explain, landscape and demo (extra ``cli``).
 
-Results go to standard output, notes and progress to standard error. Exit code 0 is success, 1 a mistake in the data or
-files, told in one line, and 2 a mistake in the command line.
+Results go to standard output, notes and progress to standard error. Exit code 0 means success. Exit code 1 means an
+error in the data or the files, reported in one line. Exit code 2 means wrong command line arguments.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from sepc_torch.model.sepc import SEPC
     from sepc_torch.shapes import Array, Float, Int
 
-# Rows scored at once: enough to keep the machine busy, few enough for the progress bar to move.
+# Rows per batch when scoring: large enough to use all cores, small enough for the progress bar to move.
 _BATCH = 2**16
 
 app = typer.Typer(
-    help="Which predictions to trust: sequential ellipsoidal partitioning (SEP-C) of tables of numbers.",
+    help="Label the rows of a table and compute the trust in each label: sequential ellipsoidal partitioning (SEP-C).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,30 +40,30 @@ app = typer.Typer(
 
 
 class NearestBy(StrEnum):
-    """How a point outside every ellipsoid finds the nearest."""
+    """Distance that selects the nearest ellipsoid for a point outside every ellipsoid."""
 
     mahalanobis = "mahalanobis"
     euclidean = "euclidean"
 
 
-Data = Annotated[Path, typer.Argument(help="CSV, Parquet, or NPZ with arrays X, y and optionally feature_names.")]
-Model = Annotated[Path, typer.Argument(help="A model that `sepc fit` or SEPC.save wrote.")]
-Label = Annotated[str | None, typer.Option("--label", "-l", help="Column of the labels; in an NPZ file it is y.")]
-Ignored = Annotated[list[str] | None, typer.Option("--ignore", help="A column that is no feature; repeatable.")]
-MaxImpure = Annotated[int, typer.Option(min=0, help="Points of other classes that an ellipsoid may hold.")]
-Standardize = Annotated[bool, typer.Option(help="Separate the classes in standard deviations of each feature.")]
-Solver = Annotated[str, typer.Option(help="native, or an installed cvxpy solver.")]
-Jobs = Annotated[int | None, typer.Option(help="Processes for more than two classes; -1 takes every core.")]
+Data = Annotated[Path, typer.Argument(help="CSV, Parquet, or NPZ with the arrays X, y and optionally feature_names.")]
+Model = Annotated[Path, typer.Argument(help="Model file written by `sepc fit` or SEPC.save.")]
+Label = Annotated[str | None, typer.Option("--label", "-l", help="Column with the labels; y in an NPZ file.")]
+Ignored = Annotated[list[str] | None, typer.Option("--ignore", help="Column that is not a feature; repeatable.")]
+MaxImpure = Annotated[int, typer.Option(min=0, help="Number of points of other classes that an ellipsoid may contain.")]
+Standardize = Annotated[bool, typer.Option(help="Scale features to standard deviation 1 to separate the classes.")]
+Solver = Annotated[str, typer.Option(help="native, or the name of an installed cvxpy solver.")]
+Jobs = Annotated[int | None, typer.Option(help="Processes, for more than two classes; -1 uses every core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn what a user can mend into one line on standard error and exit code 1."""
+    """Report errors that a user can correct as one line on standard error, with exit code 1."""
     try:
         yield
     except BrokenPipeError:
-        raise  # the reader went away; typer ends quietly
+        raise  # the reader closed the pipe; typer exits quietly
     except ModuleNotFoundError as error:
         _note(f"{error.name} is not installed: pip install 'sepc_torch[all]'")
         raise typer.Exit(1) from None
@@ -91,7 +91,7 @@ def _main(
 @_one_line_errors()
 def fit(
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model (.safetensors).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")],
     label: Label = None,
     ignore: Ignored = None,
     max_impure: MaxImpure = 2,
@@ -101,7 +101,7 @@ def fit(
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cover labelled points with ellipsoids and write the frozen model."""
+    """Fit ellipsoids to labelled points and write the frozen model."""
     from sepc_torch.cli_tables import check_writable, read_table
     from sepc_torch.model.sepc import SEPC
     from sepc_torch.partitioning.fit import partition
@@ -132,17 +132,17 @@ def fit(
 def score(
     model: Model,
     data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the scores (.csv or .parquet).")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write the scores to (.csv or .parquet).")],
     label: Annotated[
-        str | None, typer.Option("--label", "-l", help="Column of the true labels, if known: measures accuracy.")
+        str | None, typer.Option("--label", "-l", help="Column with the true labels, to measure the accuracy.")
     ] = None,
     identify: Annotated[
-        list[str] | None, typer.Option("--id", help="A column to copy beside the scores; repeatable. Default: the row.")
+        list[str] | None, typer.Option("--id", help="Column to copy into the scores; repeatable. Default: row number.")
     ] = None,
-    threshold: Annotated[float, typer.Option(min=0, max=1, help="Trust from which a prediction is accepted.")] = 0.95,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Lowest trust of an accepted prediction.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Label new points and say how far to trust each label."""
+    """Label new points and compute the trust in each label."""
     from sepc_torch.cli_tables import (
         WRITABLE,
         check_writable,
@@ -157,7 +157,7 @@ def score(
 
     check_writable(output, WRITABLE)
     if output.resolve() == data.resolve():
-        raise ValueError(f"The scores would overwrite their own input {str(data)!r}; choose another output.")
+        raise ValueError(f"The output is the input file {str(data)!r}; choose another output.")
     sepc = SEPC.load(model)
     table = read_table(data)
     label, identify = label or table.label, identify or []
@@ -168,14 +168,14 @@ def score(
     scored = scored_table(out, sepc.classes)
     clash = sorted(set(identify) & set(scored.columns))
     if clash:
-        raise ValueError(f"The column {clash[0]!r} would hide a score of that name; rename it or leave out --id.")
+        raise ValueError(f"--id {clash[0]!r} is also the name of a score; rename the column or leave out --id.")
     if identify:
         scored = table.frame[identify].join(scored)
     else:
         scored.insert(0, "row", range(len(scored)))
     write_table(scored, output)
     if ignored:
-        _note(f"columns that the model does not use: {', '.join(ignored)}")
+        _note(f"columns not used by the model: {', '.join(ignored)}")
     found = summary(out, truth, threshold)
     if as_json:
         given = scored["label"].value_counts()
@@ -190,10 +190,10 @@ def score(
 def explain(
     model: Model,
     data: Data,
-    row: Annotated[list[int], typer.Option("--row", min=0, help="Which row, counted from 0; repeatable.")],
+    row: Annotated[list[int], typer.Option("--row", min=0, help="Index of a row, counted from 0; repeatable.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say why a point gets its label: the rule, the ellipsoids, the trust and the features that matter."""
+    """Explain the label of a point: the rule, the ellipsoids, the trust and the most important features."""
     from sepc_torch.cli_tables import numbers, read_table
     from sepc_torch.model.sepc import SEPC
 
@@ -201,7 +201,7 @@ def explain(
     table = read_table(data)
     beyond = [i for i in row if i >= len(table.frame)]
     if beyond:
-        raise ValueError(f"{str(data)!r} has no row {beyond[0]}: its {len(table.frame)} rows count from 0.")
+        raise ValueError(f"{str(data)!r} has no row {beyond[0]}; it has the rows 0 to {len(table.frame) - 1}.")
     columns, _ = _features(sepc, table, {table.label})
     reasons = sepc.explain(numbers(table, columns, row))
     assert isinstance(reasons, list)  # one for each row
@@ -223,7 +223,7 @@ def landscape(
     jobs: Jobs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far the classes overlap."""
+    """Measure how much the classes overlap."""
     from sepc_torch.cli_tables import read_table
     from sepc_torch.partitioning.fit import partition
     from sepc_torch.partitioning.landscape import landscape as measure
@@ -250,16 +250,16 @@ def landscape(
 @app.command()
 @_one_line_errors()
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Where to write the model and the pictures.")] = Path("demo"),
+    folder: Annotated[Path, typer.Argument(help="Folder to write the models and figures to.")] = Path("demo"),
 ) -> None:
-    """Show the whole path on data that scikit-learn ships."""
+    """Run the demonstration: every step on data sets that scikit-learn includes."""
     from sepc_torch.demo import main
 
     main(folder)
 
 
 def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> tuple[Any, Array]:
-    """Features as a DataFrame of numbers, so that their names are kept, and the labels."""
+    """The features, as a DataFrame so that their names are kept, and the labels."""
     import pandas as pd
 
     from sepc_torch.cli_tables import labels, named, numbers, require
@@ -267,34 +267,34 @@ def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> 
     label, ignore = label or table.label, ignore or []
     if label is None:
         columns = named(list(table.frame.columns))
-        raise ValueError(f"Which column of {str(table.path)!r} is the label? Say so with --label; it has {columns}.")
+        raise ValueError(f"Name the label column of {str(table.path)!r} with --label; the file has {columns}.")
     require(table, [label, *ignore])
     targets = labels(table, label)
     features = [column for column in table.frame.columns if column != label and column not in ignore]
     if not features:
-        raise ValueError(f"{str(table.path)!r} has no column of numbers besides the label {label!r}.")
+        raise ValueError(f"{str(table.path)!r} has no feature column besides the label {label!r}.")
     return pd.DataFrame(numbers(table, features), columns=features), targets
 
 
 def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[str], list[str]]:
-    """The columns that the model reads, in its order, and those that it does not."""
+    """The columns that the model uses, in the order of the model, and the unused columns."""
     from sepc_torch.cli_tables import require
 
     candidates = [column for column in table.frame.columns if column not in others]
     if sepc.feature_names is not None and table.named:
         require(table, sepc.feature_names)
         return list(sepc.feature_names), [column for column in candidates if column not in sepc.feature_names]
-    # Without names on one side, the columns count by position.
+    # If the model or the file has no feature names, columns are matched by position.
     if len(candidates) != sepc.dim:
         raise ValueError(
-            f"{str(table.path)!r} has {len(candidates)} columns of features and the model reads {sepc.dim}; "
-            "without names on both sides they must agree in number and order."
+            f"{str(table.path)!r} has {len(candidates)} feature columns and the model has {sepc.dim} features. Columns "
+            "are matched by position here, because the file or the model has no feature names."
         )
     return candidates, []
 
 
 def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
-    """The true classes as indices, -1 for labels that the model does not know; compared as text, as files keep them."""
+    """The true classes as indices, -1 for labels unknown to the model; labels are compared as text, as in a file."""
     from sepc_torch.cli_tables import labels, named
     from sepc_torch.data.arrays import label_codes
 
@@ -307,7 +307,7 @@ def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
             f"it knows {named(known)}."
         )
     if unknown:
-        _note(f"labels that the model does not know count as mistakes: {named(unknown)}")
+        _note(f"labels unknown to the model count as mistakes: {named(unknown)}")
     return label_codes(given, known)
 
 
@@ -330,7 +330,7 @@ def _note(text: str) -> None:
 
 
 def _by_label(names: Sequence[Any], counts: Sequence[int]) -> list[dict[str, Any]]:
-    """A list, not a dict: JSON knows only keys that are text."""
+    """Labels with their counts, as a list, because JSON keys must be text and labels may be numbers."""
     return [{"label": name, "points": count} for name, count in zip(names, counts, strict=True)]
 
 
@@ -339,7 +339,7 @@ def _print_json(value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
+    """Replace infinity and NaN by None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

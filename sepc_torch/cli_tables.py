@@ -1,7 +1,7 @@
-"""Tables in files: CSV, Parquet and NPZ in, CSV and Parquet out, and the tables of a scored set (extra ``cli``).
+"""File tables of the command line (extra ``cli``): read CSV, Parquet and NPZ, write and summarise scores.
 
-Whatever is wrong with a file is a ``ValueError`` or ``OSError`` of one line that names the file and, where there is
-one, the row (counted from 0) and the column.
+An error in a file raises ``ValueError`` or ``OSError`` with a message of one line. The message names the file and, if
+one cell is wrong, the row (counted from 0) and the column.
 """
 
 from __future__ import annotations
@@ -25,14 +25,21 @@ from sepc_torch.shapes import Array, Float, Int
 
 READABLE = (".csv", ".csv.gz", ".parquet", ".npz")
 WRITABLE = (".csv", ".parquet")
-# Names that a message spells out; the rest is counted.
+# Largest number of names that a message lists.
 _NAMED = 8
-# What the readers raise for files that are cut off, of another format, or compressed wrongly.
+# Exceptions of the readers for truncated files, other formats and broken compression.
 _BROKEN = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, pd.errors.ParserWarning)
 
 
 class Table(NamedTuple):
-    """What a file holds: its columns, by name; whether the names are its own; and where an NPZ file keeps labels."""
+    """Contents of a file.
+
+    Attributes:
+        path: The file.
+        frame: The columns by name.
+        named: Whether the column names come from the file.
+        label: Column with the labels of an NPZ file; None for other formats.
+    """
 
     path: Path
     frame: pd.DataFrame
@@ -41,10 +48,10 @@ class Table(NamedTuple):
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV, Parquet or NPZ file, told apart by its suffix.
+    """Read a CSV, Parquet or NPZ file; the suffix gives the format.
 
-    An NPZ file holds ``X`` (N, D) and optionally ``y`` (N,) and ``feature_names`` (D,); features without names are
-    called x0, x1, and so on, and the labels are the column ``y``.
+    An NPZ file holds ``X`` (N, D) and optionally ``y`` (N,) and ``feature_names`` (D,). Without ``feature_names`` the
+    features are called x0, x1 and so on. The labels become the column ``y``.
     """
     suffix = _suffix(path, READABLE, "read")
     if not path.is_file():
@@ -52,12 +59,12 @@ def read_table(path: Path) -> Table:
     try:
         table = _read_npz(path) if suffix == ".npz" else Table(path, _read_frame(path, suffix))
     except PermissionError:
-        raise PermissionError(f"{str(path)!r} may not be read by this user.") from None
+        raise PermissionError(f"No permission to read {str(path)!r}.") from None
     except _BROKEN as error:
         kind = suffix.removeprefix(".").removesuffix(".gz").upper()
         raise ValueError(f"{str(path)!r} is not a usable {kind} file ({_reason(error)}).") from error
     if table.frame.empty:
-        raise ValueError(f"{str(path)!r} holds no rows.")
+        raise ValueError(f"{str(path)!r} has no rows.")
     twice = table.frame.columns[table.frame.columns.duplicated()]
     if len(twice):
         raise ValueError(f"{str(path)!r} has more than one column {twice[0]!r}; rename them.")
@@ -65,26 +72,26 @@ def read_table(path: Path) -> Table:
 
 
 def numbers(table: Table, columns: Sequence[str], rows: Sequence[int] | None = None) -> Float[Array, "N D"]:
-    """The named columns as float64, all rows or some; a cell that is no finite number is an error that names it."""
+    """The given columns as float64, for all rows or for ``rows``; every cell must be a finite number."""
     frame = table.frame if rows is None else table.frame.iloc[list(rows)]
     return np.stack([_numbers(table.path, frame[column]) for column in columns], axis=1)
 
 
 def labels(table: Table, column: str) -> Array:
-    """The labels in a column; none may be missing."""
+    """The labels in a column; raise an error if one is missing."""
     require(table, [column])
     series = table.frame[column]
     missing = np.flatnonzero(series.isna().to_numpy())
     if len(missing):
         raise ValueError(
             f"{str(table.path)!r}, row {missing[0]}, column {column!r}: the label is missing "
-            f"({len(missing)} rows in all). Label those rows or drop them."
+            f"({len(missing)} rows in total). Add the labels or drop the rows."
         )
     return series.to_numpy()
 
 
 def require(table: Table, columns: Sequence[str]) -> None:
-    """Refuse a table that lacks some of the columns, and say what it has."""
+    """Raise an error if the table lacks one of the columns."""
     missing = [column for column in columns if column not in table.frame.columns]
     if missing:
         few = "column" if len(missing) == 1 else "columns"
@@ -93,7 +100,7 @@ def require(table: Table, columns: Sequence[str]) -> None:
 
 
 def named(names: Sequence[str]) -> str:
-    """Names for a message, the first few of them.
+    """The first few names, formatted for an error message.
 
     >>> named(["a", "b"])
     "'a', 'b'"
@@ -103,18 +110,18 @@ def named(names: Sequence[str]) -> str:
 
 
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
-    """Refuse, before any work, an output that could not be written after it."""
+    """Raise an error, before any work is done, if the output cannot be written."""
     _suffix(path, suffixes, "write")
     if path.is_dir():
         raise IsADirectoryError(f"Cannot write {str(path)!r}: it is a folder.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r}.")
     if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"Cannot write {str(path)!r}: this user may not write to {str(path.parent)!r}.")
+        raise PermissionError(f"Cannot write {str(path)!r}: no permission to write to {str(path.parent)!r}.")
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV or Parquet, by suffix: whole or not at all."""
+    """Write a table as CSV or Parquet, by its suffix; on an error the old file stays unchanged."""
     suffix = _suffix(path, WRITABLE, "write")
     with replacing(path) as temporary:
         if suffix == ".parquet":
@@ -124,7 +131,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def scored_table(out: Prediction, classes: Sequence[Any]) -> pd.DataFrame:
-    """A prediction as a table with the user's labels and the rules' names."""
+    """Convert a prediction to a table with the user's labels and the names of the rules."""
     names = pd.Series(list(classes))
     return pd.DataFrame(
         {
@@ -139,7 +146,7 @@ def scored_table(out: Prediction, classes: Sequence[Any]) -> pd.DataFrame:
 
 
 class Share(NamedTuple):
-    """Some of the scored points: how many, what share of all, and how many of their labels are right, where known."""
+    """A subset of the scored points: their number, their fraction of all points, and their accuracy if known."""
 
     points: int
     share: float
@@ -147,7 +154,7 @@ class Share(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A scored set in few numbers; accepted are the points inside an ellipsoid with at least the wanted trust."""
+    """Summary of a scored set; accepted points lie inside an ellipsoid and have at least the threshold trust."""
 
     threshold: float
     everything: Share
@@ -160,7 +167,7 @@ class Summary(NamedTuple):
         return text_table(["rule", "points", "share", "accuracy"], rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The summary as a dictionary for JSON."""
         rules = {name: share._asdict() for name, share in self.rules.items()}
         return {
             "threshold": self.threshold,
@@ -174,7 +181,7 @@ class Summary(NamedTuple):
 
 
 def summary(out: Prediction, truth: Int[Array, "B"] | None = None, threshold: float = 0.95) -> Summary:
-    """Count a prediction by rule and by trust, and compare it with the true classes (as indices) where known."""
+    """Summarise a prediction by rule and by trust; ``truth`` holds the true classes as indices, if known."""
     right = None if truth is None else out.label.numpy() == truth
     rule = out.rule.numpy()
 
@@ -208,7 +215,7 @@ def _read_frame(path: Path, suffix: str) -> pd.DataFrame:
         frame = pd.read_parquet(path).reset_index(drop=True)
     else:
         with warnings.catch_warnings():
-            # More cells in a row than in the header: pandas would shift or drop columns and only warn.
+            # If a row has more cells than the header, pandas shifts or drops columns and only warns.
             warnings.simplefilter("error", pd.errors.ParserWarning)
             frame = pd.read_csv(path, index_col=False, low_memory=False)
     return frame.set_axis([str(column) for column in frame.columns], axis=1)
@@ -216,27 +223,27 @@ def _read_frame(path: Path, suffix: str) -> pd.DataFrame:
 
 def _read_npz(path: Path) -> Table:
     with path.open("rb") as stream:
-        # No pickle: an NPZ file from somewhere else must not run code here.
+        # Loading a pickle can run code, so a file from an unknown source must not contain one.
         file = np.load(stream, allow_pickle=False)
         if isinstance(file, np.ndarray):
-            raise ValueError("it holds a single array without a name")
+            raise ValueError("the file is a single array without a name")
         if "X" not in file.files:
-            raise ValueError(f"it needs an array 'X' and has {named(file.files)}")
+            raise ValueError(f"the array 'X' is missing; the file has {named(file.files)}")
         points = file["X"]
         targets = file["y"] if "y" in file.files else None
         given = file["feature_names"] if "feature_names" in file.files else None
     if points.ndim != 2:
-        raise ValueError(f"X must have shape (points, features), it has {points.shape}")
+        raise ValueError(f"X must have shape (points, features), got {points.shape}")
     names = [f"x{j}" for j in range(points.shape[1])] if given is None else [str(name) for name in given.ravel()]
     if len(names) != points.shape[1]:
-        raise ValueError(f"X has {points.shape[1]} columns and feature_names {len(names)} names")
+        raise ValueError(f"X has {points.shape[1]} columns and feature_names has {len(names)} names")
     frame = pd.DataFrame(points, columns=names)
     if targets is None:
         return Table(path, frame, named=given is not None)
     if targets.shape != (len(points),):
         raise ValueError(f"X has {len(points)} rows and y has shape {targets.shape}")
     if "y" in names:
-        raise ValueError("it has labels y and a feature of that name; rename the feature")
+        raise ValueError("the labels and a feature are both called y; rename the feature")
     return Table(path, frame.assign(y=targets), named=given is not None, label="y")
 
 
@@ -255,13 +262,17 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
         where = f"{str(path)!r}, row {series.index[bad[0]]}, column {series.name!r}"
         if wrong.any():
             raise ValueError(
-                f"{where}: {series.iloc[bad[0]]!r} is not a number ({len(bad)} such cells in the column). "
-                "Correct it, or leave the column out."
+                f"{where}: {series.iloc[bad[0]]!r} is not a number ({len(bad)} cells of the column are not numbers). "
+                "Correct the cells, or leave the column out."
             )
-        what = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite"
-        raise ValueError(f"{where}: the {what} ({len(bad)} such cells in the column). Fill it in or drop the row.")
+        problem = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite"
+        raise ValueError(
+            f"{where}: the {problem} ({len(bad)} cells of the column are missing or infinite). Correct the cells or "
+            "drop the rows."
+        )
     return values
 
 
 def _reason(error: Exception | Warning) -> str:
+    """First line of the error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,8 @@
-"""The whole path on data that scikit-learn ships: ``python -m sepc_torch.demo [FOLDER]`` or ``sepc demo [FOLDER]``."""
+"""Demonstration of every step, on data sets of scikit-learn: ``python -m sepc_torch.demo [FOLDER]`` or ``sepc demo``.
+
+The steps are: fit ellipsoids, freeze the model, score new records, explain predictions, decide which labels of a neural
+network to accept, and draw.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
 from sepc_torch.shapes import Array, Int
 
-# Below this trust, or outside every ellipsoid, a prediction goes to a person.
+# Predictions with less trust than this, or outside every ellipsoid, go to a person.
 _THRESHOLD = 0.95
-# The share of ordinary digits that may be refused.
+# Fraction of the known digits that the head may reject.
 _FLAG_RATE = 0.1
 
 
 class Split(NamedTuple):
-    """Labelled points to fit and others to score."""
+    """Labelled points for fitting, and held-out points for scoring."""
 
     fit: Any
     fit_labels: Array
@@ -38,7 +42,7 @@ class Split(NamedTuple):
 
 
 def main(folder: Path) -> None:
-    """Fit, freeze, score, explain, judge a network and draw; write models and pictures into the folder."""
+    """Run all steps; write the models and figures into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     data = load_breast_cancer(as_frame=True)
@@ -52,61 +56,78 @@ def main(folder: Path) -> None:
     _accept(folder)
     _draw_moons(folder)
     print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {folder}:")
-    print("  wdbc.partition.safetensors  the partition, with its hyperplanes (Partition.load)")
-    print("  wdbc.safetensors            the frozen model (SEPC.load, sepc score, sepc explain)")
-    print("  digits.head.safetensors     the calibrated trust head (TrustHead.load)")
-    print("  moons.png                   two moons, the ellipses that cover them")
-    print("  moons-decisions.png         two moons, the plane coloured by label and trust")
+    print("  wdbc.partition.safetensors  ellipsoids and hyperplanes of step 1 (Partition.load)")
+    print("  wdbc.safetensors            frozen model of step 2 (SEPC.load, sepc score, sepc explain)")
+    print("  digits.head.safetensors     calibrated trust head of step 5 (TrustHead.load)")
+    print("  moons.png                   step 6: two moons, and the ellipses that cover them")
+    print("  moons-decisions.png         step 6: the plane, coloured by label and trust")
 
 
 def _fit(split: Split, folder: Path) -> SEPC:
-    _title("1. Fit: cover the training points of each class with ellipsoids")
+    _title("1. Fit: cover the training records of each class with ellipsoids")
     begun = time.perf_counter()
     found = partition(split.fit, split.fit_labels, max_impure=2)
     print(
-        f"Breast cancer (WDBC): {len(split.fit)} of 569 records, 30 features, "
-        f"partitioned in {time.perf_counter() - begun:.2f} s\n"
+        f"Data: breast cancer (WDBC), 569 records with 30 features. {len(split.fit)} records train the model; "
+        f"the fit took {time.perf_counter() - begun:.2f} s.\n"
     )
     print(found)
-    print("\nHow far do the classes overlap?\n")
+    print(
+        "\nkind: first and further name the iteration; a terminal ellipsoid covers points that cannot be separated;"
+        "\nan isolated point has a small ball of its own. covers: number of points that the ellipsoid was fitted to."
+        "\nholds: training points inside. purity: fraction of them of this class. support: points on the surface."
+    )
+    print("\nHow much do the classes overlap?\n")
     print(landscape(split.fit, split.fit_labels, partition=found))
+    print(
+        "\noverlap: the ellipsoid around the training points that lie in the ellipsoids of both classes."
+        "\noverlap ratio: its volume divided by the volume of the ellipsoid of the class."
+    )
 
-    _title("2. Freeze: a torch module without a single training point inside")
+    _title("2. Freeze: turn the ellipsoids into a torch module")
     sepc = SEPC.from_partition(found, "euclidean")
     print(sepc)
+    print("\nThe module stores ellipsoids and counts, but no training records.")
     found.save(folder / "wdbc.partition.safetensors")
     sepc.save(folder / "wdbc.safetensors")
     return sepc
 
 
 def _score(sepc: SEPC, split: Split) -> None:
-    _title(f"3. Score the {len(split.held_out)} records that were held out")
+    _title(f"3. Score: label the {len(split.held_out)} held-out records, and compute the trust in each label")
     truth = label_codes(split.held_out_labels.tolist(), sepc.classes)
     out = sepc(sepc.as_tensor(split.held_out))
     found = summary(out, truth, _THRESHOLD)
     print(found)
     print(
-        "\nSINGLE: inside one ellipsoid. OVERLAP, UNION: inside several, training points decide. OUTSIDE: inside none."
+        "\nThe rule that gave the label depends on where the record lies. SINGLE: inside one ellipsoid."
+        "\nOVERLAP and UNION: inside several ellipsoids, the majority of their training points decides."
+        "\nOUTSIDE: inside none, the nearest ellipsoid decides."
     )
     print(
-        f"\nAll labels taken: {found.everything.accuracy:.1%} right. Only those inside an ellipsoid with trust >= "
-        f"{_THRESHOLD}:\n{found.accepted.share:.1%} of the records, {found.accepted.accuracy:.1%} right; "
-        "the rest goes to a person."
+        f"\nIf every label is accepted, {found.everything.accuracy:.1%} are right. If only records inside an ellipsoid "
+        f"with trust >= {_THRESHOLD}\nare accepted, the model labels {found.accepted.share:.1%} of the records, and "
+        f"{found.accepted.accuracy:.1%} of these labels are right. A person labels the rest."
     )
     head = TrustHead.fit(split.fit, split.fit_labels, dim=5, normalize="standardize", max_impure=2)
     projected = summary(Prediction(*head(sepc.as_tensor(split.held_out))[:7]), truth, _THRESHOLD)
     print(
-        f"\n30 dimensions are many for {len(split.fit)} records: the ellipsoids hug them, few new ones fall inside.\n"
-        f"After projecting to 5 (TrustHead): {projected.everything.accuracy:.1%} right; "
-        f"{projected.accepted.share:.1%} of the records accepted, {projected.accepted.accuracy:.1%} of them right."
+        f"\nWith 30 features and only {len(split.fit)} training records the ellipsoids are tight: "
+        f"{found.rules['OUTSIDE'].share:.1%} of the new records lie outside.\n"
+        f"After projection to 5 dimensions (TrustHead), {projected.everything.accuracy:.1%} of all labels are right. "
+        f"{projected.accepted.share:.1%} of the records\nare accepted, and {projected.accepted.accuracy:.1%} of their "
+        "labels are right."
     )
-    _title("4. Explain three of them")
-    for what, i in _interesting(out, truth).items():
-        print(f"{what}, truly {str(split.held_out_labels[i])!r}:\n{sepc.explain(split.held_out, i)}\n")
+    _title("4. Explain: why three of the records got their labels")
+    for title, i in _examples(out, truth).items():
+        print(f"{title} (true class {str(split.held_out_labels[i])!r}):\n{sepc.explain(split.held_out, i)}\n")
 
 
-def _interesting(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
-    """One point of each kind: trusted, outside, and the mistake least trusted (or, without any, the point)."""
+def _examples(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
+    """Rows to explain, by title: a trusted record, a record outside, and the mistake with the least trust.
+
+    If there is no mistake, the third is the record inside an ellipsoid with the least trust.
+    """
     trust, right = out.trust.numpy(), out.label.numpy() == truth
     outside = out.rule.numpy() == int(Rule.OUTSIDE)
     accepted = ~out.abstain(_THRESHOLD).numpy()
@@ -119,7 +140,8 @@ def _interesting(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
 
 
 def _accept(folder: Path) -> None:
-    _title("5. Trust a network: handwritten digits, and nobody told it of 8 and 9")
+    _title("5. Accept or reject the labels of a neural network")
+    print("Data: images of handwritten digits. The network and the trust head are trained on 0 to 7 only.\n")
     pixels, digit = load_digits(return_X_y=True)
     fold, known = np.arange(len(digit)) % 3, digit < 8
     train, held, new = (known & (fold == f) for f in range(3))
@@ -130,7 +152,7 @@ def _accept(folder: Path) -> None:
     head.calibrate(z[held], digit[held], logits[held])
     head.accept_at(flag_rate=_FLAG_RATE)
     rows = []
-    for name, chosen in (("digits it knows", new), ("8 and 9", ~known)):
+    for name, chosen in (("0 to 7 (known)", new), ("8 and 9 (unknown)", ~known)):
         out = head(torch.from_numpy(z[chosen]).float(), torch.from_numpy(logits[chosen]))
         wrong, accepted = logits[chosen].argmax(axis=1) != digit[chosen], out.accept.numpy()
         sure = np.exp(logits[chosen] - logits[chosen].max(axis=1, keepdims=True)).sum(axis=1) < 1 / 0.95
@@ -144,21 +166,25 @@ def _accept(folder: Path) -> None:
                 f"{wrong[accepted].mean():.1%}" if accepted.any() else "",
             ]
         )
-    header = ["new pictures", "number", "network wrong", "softmax > 95 %", "head accepts", "of those wrong"]
+    header = ["new images", "number", "network wrong", "softmax > 95 %", "head accepts", "accepted and wrong"]
     print(text_table(header, rows))
-    print(f"\nThe head was asked to refuse at most {_FLAG_RATE:.0%} of ordinary digits; it has never seen an 8 or a 9.")
+    print(
+        f"\nThe head is set to reject about {_FLAG_RATE:.0%} of the known digits (accept_at(flag_rate={_FLAG_RATE}))."
+        "\nIt rejects most images of 8 and 9, although the network is confident about many of them."
+        "\naccepted and wrong: fraction of the accepted labels that are wrong."
+    )
     head.save(folder / "digits.head.safetensors")
 
 
 def _draw_moons(folder: Path) -> None:
-    _title("6. Draw: two moons, where everything can be seen")
+    _title("6. Draw: a partition of two-dimensional points (two moons)")
     split = Split(*make_moons(400, noise=0.12, random_state=0), *make_moons(200, noise=0.12, random_state=1))
     found = partition(split.fit, split.fit_labels, max_impure=2)
     print(found)
-    # A figure of its own, not pyplot's, opens no window and needs no screen.
+    # A Figure created without pyplot opens no window and needs no display.
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     ax = draw_partition(found, split.fit, split.fit_labels, ax=figure.subplots())
-    ax.set_title("Two moons: the ellipsoids of SEP-C and the hyperplane of every iteration")
+    ax.set_title("Two moons: ellipsoids and the hyperplane of every iteration")
     figure.savefig(folder / "moons.png", dpi=150)
 
     sepc = SEPC.from_partition(found, "euclidean")
@@ -166,7 +192,7 @@ def _draw_moons(folder: Path) -> None:
     right = (out.label.numpy() == split.held_out_labels).mean()
     figure = Figure(figsize=(8.6, 5.5), layout="constrained")
     ax = draw_decisions(sepc, split.held_out, split.held_out_labels, ax=figure.subplots())
-    ax.set_title(f"Two moons: label and trust everywhere, and 200 new points ({right:.1%} right)")
+    ax.set_title(f"Two moons: predicted label and trust, with 200 new points ({right:.1%} right)")
     figure.savefig(folder / "moons-decisions.png", dpi=150)
 
 

@@ -1,4 +1,4 @@
-"""SEP-C as a scikit-learn classifier (extra ``sklearn``)."""
+"""Scikit-learn classifier around SEP-C (extra ``sklearn``)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from sepc_torch.solvers import NATIVE
 
 
 class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # scikit-learn ships no types
-    r"""Sequential ellipsoidal partitioning: a label, the rule that gave it, and how far to trust it.
+    """Sequential ellipsoidal partitioning classifier, with a trust value for every label.
 
-    The points of every class are covered with minimum-volume ellipsoids; a new point gets its label from those that
-    hold it and from the training points it shares them with.
+    ``fit`` covers the points of every class with minimum-volume ellipsoids. A new point gets its label from the
+    ellipsoids that contain it and from the training points in them.
 
     Parameters
     ----------
     max_impure : int, default=2
-        How many remaining points of other classes an ellipsoid may hold; the only parameter to tune.
+        Number of remaining points of other classes that an ellipsoid may contain; the only parameter to tune.
     standardize : bool, default=True
-        Separate the classes in standard deviations of each feature. The ellipsoids themselves do not depend on scale.
+        Divide each feature by its standard deviation before separating the classes. The ellipsoids themselves do not
+        depend on the scale.
     nearest : {"euclidean", "mahalanobis"}, default="euclidean"
-        How a point outside every ellipsoid finds the nearest one. Euclidean is the paper's way, and the more
-        accurate in the mean of ``experiments/nearest.py``; Mahalanobis is the faster.
+        Distance that selects the nearest ellipsoid for a point outside every ellipsoid. The paper uses Euclidean
+        distance, which is also more accurate on average (``experiments/nearest.py``); Mahalanobis distance is faster.
     solver : str, default="native"
-        ``"native"``, or the name of an installed cvxpy solver to run the paper's programs as stated.
+        ``"native"``, or the name of an installed cvxpy solver, which solves the paper's programs as stated.
     floor : float, default=0.001
-        Least semi-axis of an ellipsoid, in standard deviations of each feature.
+        Smallest semi-axis of an ellipsoid, in standard deviations of each feature.
     n_jobs : int or None, default=None
-        Processes for more than two classes, as in joblib.
+        Number of processes, as in joblib; used for more than two classes.
 
     Attributes
     ----------
@@ -51,21 +52,21 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
     n_features_in_ : int
         Number of features seen in ``fit``.
     feature_names_in_ : ndarray of shape (n_features_in_,)
-        Their names, where ``X`` came with names that are all strings.
+        Names of the features, if ``X`` has column names that are all strings.
     partition_ : Partition
-        The ellipsoids, with their counts; prints as a table.
+        The ellipsoids and their counts; prints as a table.
     sepc_ : SEPC
         The frozen torch module (float64) that predicts; ``sepc_.save(path)`` writes it for use without scikit-learn.
 
     Notes
     -----
-    ``predict`` gives the label of the paper's rules, ``predict_proba`` the paper's Bayes posterior in the region that
-    decided, so ``trust(X)`` is the column of ``predict_proba`` that belongs to the predicted label. The two are
-    different statements and can differ: a point in or near an ellipsoid gets that ellipsoid's label, while the
-    posterior counts every training point in the region and weighs each class by its share of the training set. The
-    predicted label is then not the likeliest by ``predict_proba``, and its low trust says so (for two classes, below
-    one half): it is a label to abstain from. In five-fold cross-validation of seven data sets they differed for no
-    more than one point in twenty, and there the rule was right about twice as often; so ``predict`` keeps to the rule.
+    ``predict`` returns the label of the paper's rules. ``predict_proba`` returns the paper's Bayes posterior in the
+    region that decided the label, so ``trust(X)`` is the column of ``predict_proba`` of the predicted label.
+
+    The predicted label is not always the class with the highest probability. The rules give a point in or near an
+    ellipsoid the label of that ellipsoid. The posterior counts every training point in the region and weighs each class
+    by its share of the training set. Where the two disagree, the trust of the predicted label is low (at most one half
+    for two classes), and abstaining is advisable.
 
     Examples
     --------
@@ -102,21 +103,21 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
     sepc_: SEPC
 
     def fit(self, X: Any, y: Any) -> SEPClassifier:
-        """Cover the training points with ellipsoids.
+        """Fit the ellipsoids to the training points.
 
         Parameters
         ----------
         X : array-like of shape (n_samples, n_features)
-            Training points: finite real numbers.
+            Training points; finite real numbers.
         y : array-like of shape (n_samples,)
-            Labels: numbers, strings or booleans, of two classes at least.
+            Labels: numbers, strings or booleans; at least two classes.
 
         Returns
         -------
         self : SEPClassifier
             The fitted classifier.
         """
-        # Two points at least: one has no second class to be told from.
+        # A classifier needs at least two classes, hence two points.
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         if self.nearest not in get_args(Nearest):
@@ -137,7 +138,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         return self
 
     def predict(self, X: Any) -> Array:
-        """The label of every point, by the rules.
+        """Predict the label of every point by the paper's rules.
 
         Parameters
         ----------
@@ -153,7 +154,9 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         return self.classes_[self.sepc_(z).label.numpy()]
 
     def predict_proba(self, X: Any) -> Float[Array, "B C"]:
-        """The Bayes posterior of every class in the region that decided, the point counted with its predicted label.
+        """Bayes posterior of every class in the region that decided the label.
+
+        The posterior counts the point itself as a point of its predicted label.
 
         Parameters
         ----------
@@ -163,57 +166,58 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         Returns
         -------
         proba : ndarray of shape (n_samples, n_classes)
-            Probabilities, in the order of ``classes_``; every row sums to 1. See the Notes on how they go with
-            ``predict``.
+            Probabilities in the order of ``classes_``; every row sums to 1. The Notes of the class explain how they
+            relate to ``predict``.
         """
         z = self._points(X)
         return self.sepc_.posterior(z).numpy()
 
     def trust(self, X: Any, y: Any = None) -> Float[Array, "B"]:
-        """How far to trust the predicted labels, or labels given by someone else.
+        """Trust in the predicted labels, or in given labels.
 
         Parameters
         ----------
         X : array-like of shape (n_samples, n_features)
             Points.
         y : array-like of shape (n_samples,), default=None
-            Labels to judge, all of them known to the classifier; by default those it predicts.
+            Labels to evaluate, all of them in ``classes_``; by default the predicted labels.
 
         Returns
         -------
         trust : ndarray of shape (n_samples,)
-            The probability of each label given the training points in its region; higher is safer.
+            Probability of each label given the training points in its region; higher means more trust.
         """
         z = self._points(X)
         label = None if y is None else torch.from_numpy(self._codes(y, len(z)))
         return self.sepc_(z, label).trust.numpy()
 
     def explain(self, X: Any, i: int | None = None) -> Explanation | list[Explanation]:
-        """Why: rule, ellipsoids, counts, arithmetic of the trust, runner-up and features; the decision path.
+        """Explain predictions: the rule, the ellipsoids, the counts, the arithmetic of the trust, and the features.
 
         Parameters
         ----------
         X : array-like of shape (n_samples, n_features)
             Points.
         i : int, default=None
-            Which row to explain; by default all of them.
+            Index of the row to explain; by default all rows.
 
         Returns
         -------
         explanation : Explanation or list of Explanation
-            One for row ``i``, or one for each row; ``str()`` is for a person, ``.details`` for a program.
+            The explanation of row ``i``, or a list with one for each row. ``str()`` gives text for people, ``.details``
+            a dictionary for programs.
         """
         z = self._points(X)
         return self.sepc_.explain(z, i)
 
     def _points(self, X: Any) -> Tensor:
-        """Checked points; called before any learnt name, so that a classifier without them says so."""
+        """Check the points; raise NotFittedError first if the classifier is not fitted."""
         check_is_fitted(self)
-        # A copy: torch takes no memory that it may not write to, as that of a DataFrame.
+        # Copy the points: torch warns about read-only memory, which a DataFrame may return.
         return torch.tensor(validate_data(self, X, reset=False, dtype=np.float64))
 
     def _codes(self, y: Any, expected: int) -> Int[Array, "B"]:
-        """Labels as indices into ``classes_``."""
+        """Convert labels to indices into ``classes_``."""
         labels = column_or_1d(y)
         if len(labels) != expected:
             raise ValueError(f"X has {expected} rows and y has {len(labels)} labels; one label per row is needed.")
@@ -221,5 +225,5 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         if (codes < 0).any():
             unknown = sorted(map(str, set(labels[codes < 0].tolist())))
             known = ", ".join(map(str, self.classes_.tolist()))
-            raise ValueError(f"y holds labels that fit did not see: {', '.join(unknown)}. It saw {known}.")
+            raise ValueError(f"y holds labels that fit did not see: {', '.join(unknown)}. It saw the labels {known}.")
         return codes

@@ -1,4 +1,4 @@
-"""Pictures of partitions and decisions in two dimensions (extra ``plot``)."""
+"""Matplotlib plots of two-dimensional partitions and decision regions (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sepc_torch.model.sepc import SEPC
 
-# Okabe and Ito's palette, told apart under every common colour blindness; shape says the class a second time.
+# The palette of Okabe and Ito, which is readable with every common colour blindness. Markers also encode the class.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
 
@@ -36,7 +36,7 @@ def outline(ellipsoid: Ellipsoid, points: int = 200) -> Float[Array, "P 2"]:
            [ 2.,  0.]])
     """
     if ellipsoid.dim != 2:
-        raise ValueError(f"Only ellipses can be drawn; this ellipsoid has {ellipsoid.dim} dimensions.")
+        raise ValueError(f"Only an ellipsoid of 2 dimensions can be drawn; this one has {ellipsoid.dim} dimensions.")
     t = np.linspace(0.0, 2.0 * np.pi, points)
     circle = np.stack([np.cos(t), np.sin(t)])
     return ellipsoid.center + np.linalg.solve(ellipsoid.whitener, circle).T
@@ -47,16 +47,19 @@ def draw_partition(
 ) -> Axes:
     """Draw labelled points, the ellipses that cover them and the hyperplane of every iteration.
 
-    The line of an iteration lies halfway between its two hyperplanes and carries its number; ellipses of terminal
-    sets are dashed; isolated points wear a ring.
+    Each iteration has a dotted line halfway between its two parallel hyperplanes, with the number of the iteration.
+    Ellipses of terminal sets are dashed. A ring marks an isolated point.
 
     Args:
         partition: A partition of two-dimensional points.
         X: The points to draw (N, 2).
-        y: Their labels (N,).
-        hyperplanes: Whether to draw the hyperplanes; with many classes they hide the rest.
-        legend: Whether to explain the marks beside the axes; panels of one figure need that once.
-        ax: Axes to draw on; new ones by default.
+        y: Labels of the points (N,).
+        hyperplanes: Whether to draw the hyperplanes; with many classes they hide the ellipses.
+        legend: Whether to draw a legend beside the axes; a figure with several panels needs one legend.
+        ax: Axes to draw on; new axes by default.
+
+    Returns:
+        The axes.
     """
     data = training_set(X, y, partition.classes)
     if ax is None:
@@ -105,33 +108,36 @@ def draw_partition(
 
 
 def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend: bool = True) -> Axes:
-    """Colour the plane by predicted label, the deeper the more trusted, under labelled points.
+    """Draw labelled points over the plane coloured by predicted label; a deeper colour means more trust.
 
-    Where a point would lie outside every ellipsoid the plane is hatched: a label there is a guess from afar, however
-    much the trust. White between the classes is trust no better than chance.
+    White means trust no better than chance. Hatching marks the area outside every ellipsoid: a label there is an
+    extrapolation, even where its trust is high.
 
     Args:
         sepc: A frozen model of two-dimensional points.
         X: The points to draw (N, 2).
-        y: Their labels (N,).
-        ax: Axes to draw on; new ones by default.
-        legend: Whether to explain the marks and the depth of colour beside the axes.
+        y: Labels of the points (N,).
+        ax: Axes to draw on; new axes by default.
+        legend: Whether to draw a legend and a colour bar beside the axes.
+
+    Returns:
+        The axes.
     """
     if sepc.dim != 2:
-        raise ValueError(f"Only decisions in the plane can be drawn; this model reads {sepc.dim} features.")
+        raise ValueError(f"Only a model of 2 features can be drawn; this model has {sepc.dim} features.")
     data = training_set(X, y, sepc.classes)
     if ax is None:
         _, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
     low, high = data.points.min(axis=0), data.points.max(axis=0)
     low, high = low - 0.18 * (high - low), high + 0.18 * (high - low)
-    # Fine enough for thin ellipses at the usual size of a figure.
+    # 400 steps per axis resolve thin ellipses at the default figure size.
     across, up = (np.linspace(low[axis], high[axis], 400) for axis in (0, 1))
     grid = np.stack(np.meshgrid(across, up), axis=-1)
     out = sepc(sepc.as_tensor(grid.reshape(-1, 2)))
     chance = 1.0 / len(sepc.classes)
     depth = ((out.trust.cpu().numpy() - chance) / (1.0 - chance)).clip(0.0, 1.0)
     palette = np.array([to_rgb(COLORS[c % len(COLORS)]) for c in range(len(sepc.classes))])
-    # Even full trust stays pale enough for the points to show.
+    # 0.45 keeps the colour of full trust pale enough for the points to remain visible.
     color = 1.0 - 0.45 * depth[:, None] * (1.0 - palette[out.label.cpu().numpy()])
     extent = (low[0], high[0], low[1], high[1])
     ax.imshow(color.reshape(*grid.shape[:2], 3), extent=extent, origin="lower", aspect="auto", zorder=0)
@@ -157,18 +163,18 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend
     if not legend:
         return ax
     handles, _ = ax.get_legend_handles_labels()
-    handles.append(Line2D([], [], color="0.25", lw=1.0, label="edge of the ellipsoids"))
-    handles.append(Patch(facecolor="none", edgecolor="0.7", hatch="///", lw=0.0, label="outside all of them"))
+    handles.append(Line2D([], [], color="0.25", lw=1.0, label="boundary of the ellipsoids"))
+    handles.append(Patch(facecolor="none", edgecolor="0.7", hatch="///", lw=0.0, label="outside every ellipsoid"))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, frameon=False)
     greys = LinearSegmentedColormap.from_list("trust", ["1.0", "0.55"])
     bar = ScalarMappable(cmap=greys)
     bar.set_clim(chance, 1.0)
-    ax.figure.colorbar(bar, ax=ax, label="trust in the label (depth of colour)", pad=0.02, aspect=30)
+    ax.figure.colorbar(bar, ax=ax, label="trust in the label (colour depth)", pad=0.02, aspect=30)
     return ax
 
 
 def _frame(partition: Partition, points: Float[Array, "N 2"]) -> tuple[Array, Array]:
-    """Room around the points, and for every ellipse to be seen whole."""
+    """Lower and upper corner of the axes: the points and every ellipse, with a margin."""
     low, high = points.min(axis=0), points.max(axis=0)
     size = high - low
     lines = [outline(e) for e in partition.ellipsoids if e.kind is not Kind.ISOLATED]
@@ -178,20 +184,21 @@ def _frame(partition: Partition, points: Float[Array, "N 2"]) -> tuple[Array, Ar
 
 
 def _draw_hyperplanes(partition: Partition, ax: Axes, box: tuple[Array, Array]) -> None:
+    """Draw the dotted line of every iteration and its number."""
     taken: list[Array] = []
     for h in partition.hyperplanes:
-        ends = _across(h.w, 0.5 * (h.alpha + h.beta), box)
+        ends = _line_in_box(h.w, 0.5 * (h.alpha + h.beta), box)
         if ends is None:
             continue
         ax.plot(*ends.T, color="0.45", lw=1.0, ls=":", zorder=2)
-        at = _clear_spot(ends, taken, box)
+        at = _number_position(ends, taken, box)
         taken.append(at)
         pad = {"boxstyle": "circle,pad=0.15", "fc": "white", "ec": "0.6", "lw": 0.6}
         ax.text(at[0], at[1], str(h.iteration), fontsize=8, color="0.25", ha="center", va="center", bbox=pad, zorder=4)
 
 
-def _clear_spot(ends: Float[Array, "2 2"], taken: list[Array], box: tuple[Array, Array]) -> Float[Array, "2"]:
-    """Where on the line a number sits: a little inside the upper end, or farther on where another number is there."""
+def _number_position(ends: Float[Array, "2 2"], taken: list[Array], box: tuple[Array, Array]) -> Float[Array, "2"]:
+    """Position of a number on its line: near the upper end, or elsewhere if another number is too close."""
     spots = [ends[1] + share * (ends[0] - ends[1]) for share in (0.04, 0.96, 0.12, 0.88, 0.2, 0.8)]
     for at in spots:
         if all(np.abs((at - other) / (box[1] - box[0])).max() > 0.045 for other in taken):
@@ -199,8 +206,8 @@ def _clear_spot(ends: Float[Array, "2 2"], taken: list[Array], box: tuple[Array,
     return spots[0]
 
 
-def _across(w: Float[Array, "2"], level: float, box: tuple[Array, Array]) -> Float[Array, "2 2"] | None:
-    r"""The two ends, lower first, of the line :math:`w^\top z = t` inside the box."""
+def _line_in_box(w: Float[Array, "2"], level: float, box: tuple[Array, Array]) -> Float[Array, "2 2"] | None:
+    r"""End points, lower one first, of the line :math:`w^\top z = t` inside the box; None if it misses the box."""
     ends = []
     for axis in (0, 1):
         other = 1 - axis

@@ -1,9 +1,9 @@
-"""Shape annotations, ``Float["N D"]``: checked while testing, free everywhere else.
+"""Shape annotations such as ``Float[Array, "N D"]``, checked in tests and without cost in production.
 
-The letters mean the same in every signature of the package: B batch, N (or M) training points, D features,
-K ellipsoids, C classes, P cells, S support points. They come from jaxtyping where it is installed (the tests
-install it and check them at every call); a machine that only runs inference needs nothing but torch and NumPy, so
-without jaxtyping the annotation is simply the array type.
+Each letter has one meaning in every signature of the package: B batch, N (or M) training points, D features,
+K ellipsoids, C classes, P cells, S support points. The annotations come from jaxtyping if it is installed. The tests
+install it and check the shapes at every call. Inference needs only torch and NumPy: without jaxtyping, an annotation is
+the plain array type.
 """
 
 from __future__ import annotations

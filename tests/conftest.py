@@ -1,4 +1,4 @@
-"""What every test shares: shape checks at every call, fresh but repeatable random inputs, data sets, GPU skipping."""
+"""Shared fixtures: shape checks at every call, fresh but repeatable random inputs, data sets, skipping of GPU tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import shlex
 import zlib
 from collections.abc import Generator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,6 @@ except ImportError:  # a machine that only has what a frozen model needs can sti
 else:
     # Before the package is first imported: from here on every call checks its shape annotations.
     jaxtyping.install_import_hook("sepc_torch", "beartype.beartype")
-    if find_spec("triton") is not None:
-        from plain_kernels import compile_plain_kernels
-
-        compile_plain_kernels()
 
 _SEED = pytest.StashKey[int]()
 

@@ -1,4 +1,4 @@
-"""A small network, its data and a quiet Trainer, shared by the tests of the callbacks and the scripts they start."""
+"""Small network, data and Trainer for the tests of the Lightning callback and the scripts that they start."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sepc_torch import TrustMonitor
 from sepc_torch.training.trust_table import TrustTable
 
 FEATURES, CLASSES = 8, 3
-# A small head is quick to fit.
+# Options of a small head, which is fast to fit.
 FIT: dict[str, Any] = {"dim": 4}
 
 
 class Net(L.LightningModule):
-    """An encoder and a classifier, as users write them: nothing in it knows of the monitor."""
+    """An encoder and a classifier without any code for the monitor, as users write them."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(L.LightningModule):
 
 
 def blobs(n: int, seed: int = 0) -> TensorDataset:
-    """Three clouds with their labels; those to train on (seed 0) are apart and quick to fit, all others overlap."""
+    """Three clouds with labels. With seed 0, for training, they are apart and fast to fit; otherwise they overlap."""
     generator = torch.Generator().manual_seed(seed)
     spread = 0.6 if seed == 0 else 1.2
     y = torch.arange(n) % CLASSES
@@ -61,7 +61,7 @@ def loader(data: Any, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
 
 
 def quiet_trainer(*callbacks: Callback, folder: Path | str = ".", **options: Any) -> L.Trainer:
-    """A Trainer on the CPU that prints, draws and saves nothing unless told to."""
+    """A Trainer on the CPU without logger, checkpoints, progress bar or summary, unless ``options`` enable them."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -82,7 +82,7 @@ def monitor(**options: Any) -> TrustMonitor:
 
 
 def fitted(folder: Path, trainer: dict[str, Any] | None = None, **options: Any) -> tuple[TrustMonitor, Net, L.Trainer]:
-    """A monitor after two epochs, with the network and the Trainer."""
+    """A monitor after two epochs of training, with its network and Trainer."""
     watch, model = monitor(**options), Net()
     run = quiet_trainer(watch, folder=folder, **(trainer or {}))
     run.fit(model, loader(blobs(150), shuffle=True), loader(blobs(61, 1)))
@@ -90,4 +90,5 @@ def fitted(folder: Path, trainer: dict[str, Any] | None = None, **options: Any) 
 
 
 def same_tables(a: TrustTable, b: TrustTable) -> bool:
+    """Whether two tables have equal ids and columns."""
     return a.ids == b.ids and all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)

@@ -1,4 +1,4 @@
-"""Runs of several processes, started by test_lightning_processes.py: ``python lightning_processes.py NAME FOLDER``."""
+"""Multi-process runs for test_lightning_processes.py: ``python lightning_processes.py NAME FOLDER``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SEED = 4
 
 
 def plain(table: TrustTable) -> dict[str, Any]:
-    """A table for comparison: JSON keeps every digit of a float."""
+    """A table as a dictionary for JSON, which preserves floats exactly."""
     return {"id": list(table.ids), **{name: column.tolist() for name, column in table.columns.items()}}
 
 
 def judge_all(trainer: L.Trainer, watch: TrustMonitor, checkpoint: Path) -> dict[str, Any]:
-    """Validate, test and predict with the weights and the head of a checkpoint; 61, 30 and 23 samples."""
+    """Validate, test and predict with the weights and head of a checkpoint, on 61, 30 and 23 samples."""
     model = Net()
     trainer.validate(model, loader(blobs(61, 1)), ckpt_path=checkpoint, verbose=False)
     trainer.test(model, loader(blobs(30, 2)), ckpt_path=checkpoint, verbose=False)
@@ -37,12 +37,12 @@ def judge_all(trainer: L.Trainer, watch: TrustMonitor, checkpoint: Path) -> dict
 
 
 def fit_pool(trainer: L.Trainer, watch: TrustMonitor, left: int) -> dict[str, Any]:
-    """Fit with so many samples waiting, and ask for two."""
+    """Fit with ``left`` unlabelled samples and query two."""
     L.seed_everything(SEED, verbose=False)
     pool = LabelPool(blobs(93), labelled=range(93 - left))
     trainer.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(31, 1), batch_size=16))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a pool smaller than the query
+        warnings.simplefilter("ignore")  # the pool may be smaller than the query
         ids = watch.query(2)
     pool.label(ids)
     numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -58,7 +58,7 @@ def fit_pool(trainer: L.Trainer, watch: TrustMonitor, left: int) -> dict[str, An
 
 
 def run_ddp(folder: Path) -> None:
-    """Everything that two processes must agree on."""
+    """Stages, pools of several sizes, and errors on two processes; each process writes its results to a file."""
     options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "folder": folder}
     watch = TrustMonitor("backbone", fit=FIT, dirpath=folder / "flags")
     found: dict[str, Any] = {"stages": judge_all(quiet_trainer(watch, **options), watch, folder / "one.ckpt")}
@@ -80,14 +80,14 @@ def fail(*_: Any) -> Any:
 
 
 def run_spawn(folder: Path) -> None:
-    """Spawned processes hand back files only; the head is read from them."""
+    """Fit in spawned processes, which return files only; the main process reads the head from them."""
     watch, model = TrustMonitor("backbone", fit=FIT, dirpath=folder / "flags"), Net()
     trainer = quiet_trainer(watch, devices=2, strategy="ddp_spawn", max_epochs=1, folder=folder)
     trainer.fit(model, loader(blobs(93)), loader(blobs(31, 1)))
     before = watch.head is None
     quiet_trainer(watch, folder=folder).test(model, loader(blobs(30, 2)), verbose=False)
     found = {
-        "forgotten": before,
+        "no_head": before,
         "rows": len(watch.scores["test"]),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "files": sorted(path.name for path in (folder / "flags").iterdir()),
@@ -96,7 +96,7 @@ def run_spawn(folder: Path) -> None:
 
 
 def outer_loop(folder: Path, die: tuple[str, int] | None) -> None:
-    """Four rounds with fresh weights; what is labelled is on disk before the next round begins."""
+    """Four rounds with new weights; the record of the pool is saved before the next round begins."""
 
     def reached(point: str) -> None:
         if die == (point, pool.rounds):
@@ -119,7 +119,7 @@ def outer_loop(folder: Path, die: tuple[str, int] | None) -> None:
 
 
 def in_fit_loop(folder: Path, die: tuple[str, int] | None) -> None:
-    """One run of eight epochs that labels every other epoch, with a checkpoint after each."""
+    """One run of eight epochs that labels after every second epoch, with a checkpoint after each epoch."""
     L.seed_everything(SEED, verbose=False)
     pool = LabelPool(blobs(120), labelled=range(24))
     watch = TrustMonitor("backbone", fit={"dim": 2})
@@ -145,7 +145,7 @@ def in_fit_loop(folder: Path, die: tuple[str, int] | None) -> None:
 
 
 def run_kill(folder: Path) -> None:
-    """Both loops: killed at every kind of moment and started again, against a run that nobody disturbs.
+    """Both loops, killed at several points and restarted, and once without interruption for comparison.
 
     Children are forked, so that Lightning is imported once.
     """
@@ -167,7 +167,7 @@ def run_kill(folder: Path) -> None:
 
 
 def in_child(loop: Any, place: Path, die: tuple[str, int] | None) -> int:
-    """Run a loop in a forked process; 0, or minus the signal that ended it."""
+    """Run a loop in a forked process; returns 0, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -183,7 +183,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     {"ddp": run_ddp, "spawn": run_spawn, "kill": run_kill}[sys.argv[1]](Path(sys.argv[2]))
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the other process may still need this one
+        torch.distributed.barrier()  # the other process may still communicate with this one
     sys.stderr.flush()
-    # All is written. Gloo's threads now and then outlive the interpreter and would end the process by a signal.
+    # Exit without cleanup: Gloo's threads sometimes outlive the interpreter, and a signal would end the process.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What waits for a CUDA device, found out."""
+"""Test helper that detects synchronisation with a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Whatever waits for the device inside raises an error."""
+    """Raise an error if the code inside synchronises with the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the mode is a prototype
+        warnings.simplefilter("ignore", UserWarning)  # the warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

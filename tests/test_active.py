@@ -1,4 +1,4 @@
-"""Pool bookkeeping, batch choice, questions and answers, and the trigger of confirmed mistakes."""
+"""Tests of active learning: label pool, batch selection, annotation files and confirmed mistakes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def draw(rng: Rng, n: int, d: int = 4) -> Tensor:
 
 class TestLabelPool:
     def test_ids_are_those_of_the_data_set(self, rng: Rng) -> None:
-        """Whatever is labelled or ignored in between, an id keeps naming the same sample."""
+        """An id denotes the same sample, whichever samples are labelled or ignored in between."""
         data = samples(60)
         pool = LabelPool(data, labelled=[3])
         for _ in range(8):
-            waiting = pool.pool()
-            assert [float(waiting[i][0][0]) for i in range(len(waiting))] == waiting.ids.tolist()
+            unlabelled = pool.pool()
+            assert [float(unlabelled[i][0][0]) for i in range(len(unlabelled))] == unlabelled.ids.tolist()
             chosen = rng.choice(pool.pool_ids.numpy(), 5, replace=False)
             pool.label(chosen[:4])
             pool.ignore(chosen[4:].tolist())
@@ -55,10 +55,9 @@ class TestLabelPool:
         pool.correct([0, 5], [4, 4])
         assert pool.labels_of([0, 5]).tolist() == [4, 4]
 
-    def test_the_plain_view_is_embedded(self) -> None:
+    def test_eval_view_is_used_for_embedding(self) -> None:
         train = [(torch.zeros(2), 0)] * 5
-        plain = samples(5)
-        pool = LabelPool(train, labelled=[1], eval_view=plain)
+        pool = LabelPool(train, labelled=[1], eval_view=samples(5))
         assert float(pool.labelled_eval()[0][0][0]) == 1.0
         assert float(pool.labelled()[0][0][0]) == 0.0
         assert float(pool.pool()[1][0][0]) == 2.0
@@ -78,7 +77,7 @@ class TestLabelPool:
             bare.label([2])
         assert bare.labelled_ids.tolist() == [1]
 
-    def test_label_of_says_where_the_label_is(self) -> None:
+    def test_label_of_reads_the_label(self) -> None:
         triples = [(float(i), 7, i % 2) for i in range(4)]
         for item in (triples[0], {"x": 0.0, "y": 1}, (0.0, torch.zeros(2))):
             with pytest.raises(TypeError, match=r"(Sample 0 is|label of sample 0 must be an integer).*label_of="):
@@ -93,9 +92,9 @@ class TestLabelPool:
         ("act", "message"),
         [
             (lambda p: p.label([0]), "labelled already"),
-            (lambda p: p.label([4, 4]), "named twice"),
-            (lambda p: p.label([20]), "indices from 0 to 19"),
-            (lambda p: p.label([-1]), "indices from 0 to 19"),
+            (lambda p: p.label([4, 4]), "occur more than once"),
+            (lambda p: p.label([20]), "must be indices from 0 to 19"),
+            (lambda p: p.label([-1]), "must be indices from 0 to 19"),
             (lambda p: p.label([4, 5], y=[1]), "2 ids and 1 labels"),
             (lambda p: p.label([4.5]), "list of integers"),
             (lambda p: p.label({4, 5}), "ids must be a list of integers.*got a set"),
@@ -106,7 +105,7 @@ class TestLabelPool:
             (lambda p: p.load_state_dict({}), "lacks round, answered"),
             (lambda p: p.ignore([0]), "are labelled"),
             (lambda p: p.correct([4], [1]), "not labelled yet"),
-            (lambda p: p.load_state_dict(LabelPool(samples(7)).state_dict()), "for another data set"),
+            (lambda p: p.load_state_dict(LabelPool(samples(7)).state_dict()), "for another data set: it has 7 samples"),
         ],
     )
     def test_refuses(self, act: Any, message: str) -> None:
@@ -115,14 +114,16 @@ class TestLabelPool:
         with pytest.raises(ValueError, match=message):
             act(pool)
         after = pool.state_dict()
-        assert all(torch.equal(torch.as_tensor(before[k]), torch.as_tensor(after[k])) for k in before), "all or none"
+        assert all(torch.equal(torch.as_tensor(before[k]), torch.as_tensor(after[k])) for k in before), (
+            "the pool is unchanged"
+        )
 
-    def test_refuses_what_has_no_index(self) -> None:
-        with pytest.raises(TypeError, match="iterable data set has no ids"):
+    def test_refuses_data_without_an_index(self) -> None:
+        with pytest.raises(TypeError, match="iterable data set have no ids"):
             LabelPool(iter(samples()))
         with pytest.raises(TypeError, match=r"by index.*got a dict"):
             LabelPool({"a": 1})
-        with pytest.raises(ValueError, match="they must match"):
+        with pytest.raises(ValueError, match="the lengths must match"):
             LabelPool(samples(), eval_view=samples(3))
 
     def test_survives_a_file_and_a_checkpoint(self, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ class TestLabelPool:
             assert again.labels_of([5, 6]).tolist() == [9, 8]
 
     @pytest.mark.parametrize("newer_first", [True, False])
-    def test_absorbing_forgets_nothing(self, newer_first: bool) -> None:
+    def test_absorb_keeps_all_labels(self, newer_first: bool) -> None:
         old, new = LabelPool(samples(), labelled=[0]), LabelPool(samples(), labelled=[0])
         old.label([3], y=[1])
         new.label([3], y=[1])
@@ -161,7 +162,7 @@ class TestLabelPool:
         assert pool.answer({4: 1, 5: 2}) == [4, 5]
         assert pool.answer({4: 1, 5: 2, 6: 0}) == [6]
         assert pool.answer({4: 1}) == []
-        assert pool.answer({0: 0}) == [], "as the data set says"
+        assert pool.answer({0: 0}) == [], "equal to the label in the data set"
         assert len(pool.labels_of(np.array([]))) == len(pool.labels_of(torch.tensor([]))) == 0
         assert pool.rounds == 2
         with pytest.raises(ValueError, match="id 5 was 2 and is now 1"):
@@ -171,7 +172,7 @@ class TestLabelPool:
 
 class TestSelect:
     @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
-    def test_different_samples_and_always_the_same(self, rng: Rng, method: Any) -> None:
+    def test_selection_is_distinct_and_deterministic(self, rng: Rng, method: Any) -> None:
         score, emb, taken = torch.from_numpy(rng.random(200)), draw(rng, 200), draw(rng, 10)
         chosen = select(score, 20, emb, method, labelled_emb=taken)
         assert len(chosen.unique()) == 20
@@ -188,7 +189,7 @@ class TestSelect:
         assert set(select(score, 10, emb, method=method, beta=1.0).tolist()) == set(score.topk(10).indices.tolist())
 
     def test_kcenter_is_farthest_first(self, rng: Rng) -> None:
-        """Against the definition, and its guarantee: a radius of at most twice the best (Gonzalez)."""
+        """Every selected sample is the farthest from all selected and labelled ones (Gonzalez's algorithm)."""
         emb, taken = draw(rng, 60, 2), draw(rng, 3, 2)
         chosen = select(torch.ones(60), 6, emb, "kcenter", labelled_emb=taken, beta=10.0).tolist()
         for step, best in enumerate(chosen):
@@ -196,7 +197,7 @@ class TestSelect:
             distance = torch.cdist(emb, others).amin(dim=1)
             assert float(distance[best]) == pytest.approx(float(distance.max()))
 
-    def test_kmeans_takes_one_of_each_clump(self, rng: Rng) -> None:
+    def test_kmeans_takes_one_sample_per_cluster(self, rng: Rng) -> None:
         centers = 100 * draw(rng, 7, 3)
         owner = torch.arange(140) % 7
         emb = centers[owner] + 0.1 * draw(rng, 140, 3)
@@ -218,7 +219,7 @@ class TestSelect:
         [
             ({"method": "best"}, "method must be one of"),
             ({"k": 0}, "k must be an integer of at least 1"),
-            ({"beta": 0.5}, "beta must be at least 1"),
+            ({"beta": 0.5}, "beta.* must be at least 1"),
             ({"emb": None}, "needs an embedding for each of the 5 scores; got none"),
             ({"emb": torch.zeros(4, 2)}, "got 4"),
             ({"score": torch.full((5,), torch.nan)}, "score holds NaN"),
@@ -229,12 +230,12 @@ class TestSelect:
     )
     def test_refuses(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            # Without the type checks of these tests, as users run it.
+            # Unwrapped, so that beartype does not reject the argument first.
             inspect.unwrap(select)(**{"score": torch.ones(5), "k": 2, "emb": torch.zeros(5, 2), **options})
 
     @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
     def test_minus_infinity_comes_last(self, rng: Rng, method: Any) -> None:
-        """Such a sample may have no place in the embedding space either."""
+        """A sample with score -inf comes last, and its embedding may hold NaN."""
         score, emb = torch.from_numpy(rng.random(20)), draw(rng, 20)
         score[:3], emb[:3] = -torch.inf, torch.nan
         for k in (1, 5, 16, 18):
@@ -256,12 +257,12 @@ def table() -> TrustTable:
     return TrustTable.of([12, 15, 3], columns, ["cat", "dog"])
 
 
-class TestAnswers:
+class TestAnnotationFiles:
     @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-    def test_a_person_fills_in_the_file(self, tmp_path: Path, kind: str) -> None:
+    def test_answers_are_read_back(self, tmp_path: Path, kind: str) -> None:
         path = tmp_path / f"questions.{kind}"
         write_questions(path, table(), context=lambda i: {"picture": f"{i}.png, front"})
-        assert read_answers(path) == {}, "nothing is answered yet"
+        assert read_answers(path) == {}, "no question is answered yet"
         text = path.read_text()
         if kind == "csv":
             rows = list(csv.DictReader(text.splitlines()))
@@ -283,7 +284,7 @@ class TestAnswers:
         path = tmp_path / "tasks.json"
         numbers = replace(table(), classes=[0, 1])
         write_questions(path, numbers, lambda i: {"image": f"https://example.org/{i}.png"}, classes=["cat", "dog"])
-        with pytest.raises(ValueError, match="classes names 1 classes, cat; the table holds the label 1"):
+        with pytest.raises(ValueError, match="classes has 1 names, cat, but the table holds the label 1"):
             write_questions(tmp_path / "b.json", numbers, classes=["cat"])
         tasks = json.loads(path.read_text())
         assert tasks[0]["data"]["image"] == "https://example.org/12.png"
@@ -305,7 +306,7 @@ class TestAnswers:
             ("a.txt", "", None, "must end in .csv, .jsonl or .json"),
             ("a.csv", "id,label\n", None, "lacks answer"),
             ("a.csv", "id,answer\nx,1\n", None, "holds the id 'x'"),
-            ("a.csv", "id,answer\n3,dog\n", None, "give classes="),
+            ("a.csv", "id,answer\n3,dog\n", None, "pass classes="),
             ("a.csv", "id,answer\n3,bird\n", ["cat", "dog"], "expected one of cat, dog"),
             ("a.csv", "id,answer\n3,1\n3,2\n", None, "answers id 3 twice"),
             ("a.jsonl", "{", None, "not valid JSON"),
@@ -318,9 +319,9 @@ class TestAnswers:
             ("a.csv", "id,answer\n3,1E+05\n", None, "answers '1E.05'"),
             ("a.csv", "", None, "is empty; expected a header"),
             ("a.jsonl", "3", None, "holds the line 3"),
-            ("a.json", "3", None, "holds a int in place of a list"),
+            ("a.json", "3", None, "holds a int instead of a list"),
             ("a.json", '[{"data": null}]', None, "lacks data.id"),
-            ("a.json", '[{"data": {"id": 1}, "annotations": 3}]', None, "holds 3 where annotations"),
+            ("a.json", '[{"data": {"id": 1}, "annotations": 3}]', None, "holds 3 where annotations was expected"),
             ("a.csv", "id,answer\n3,\u00e9\n", None, "is not UTF-8"),
         ],
     )
@@ -330,11 +331,11 @@ class TestAnswers:
             read_answers(tmp_path / name, classes)
 
     @pytest.mark.parametrize("names", [None, ["no", "yes"], [0, 1]])
-    def test_what_pandas_makes_of_a_column_with_gaps(self, tmp_path: Path, names: Any) -> None:
+    def test_pandas_columns_with_gaps(self, tmp_path: Path, names: Any) -> None:
         path, yes = tmp_path / "a.csv", "yes" if names == ["no", "yes"] else "1.0"
         path.write_text(f"id,answer\n3.0,{yes}\n4.0,\n5.0,nan\n")
         assert read_answers(path, names) == {3: 1}
-        assert read_answers(path, [yes, "nan"]) == {3: 0, 5: 1}, "unless a class has that name"
+        assert read_answers(path, [yes, "nan"]) == {3: 0, 5: 1}, "unless a class has the name nan"
 
     @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
     def test_any_context_can_be_read_back(self, tmp_path: Path, kind: str) -> None:
@@ -350,16 +351,20 @@ class TestAnswers:
             assert [row["margin"] for row in rows] == [None, None, 1.0]
             assert (rows[0]["text"], rows[0]["array"], rows[0]["of"]) == (shown["text"], [0, 1], [2.0])
             path.write_text("\n".join(json.dumps(part, ensure_ascii=False) for part in read), encoding="utf-8")
-            assert read_answers(path) == {}, "as other tools write it"
-            with pytest.raises(TypeError, match=r"cannot hold .*, a object: JSON knows text"):
+            assert read_answers(path) == {}, "with characters that are not escaped"
+            with pytest.raises(TypeError, match=r"cannot hold .*, a object: JSON supports text"):
                 write_questions(tmp_path / f"b.{kind}", table(), context=lambda _: {"what": object()})
         for taken in ({"id": "x"}, {"answer": "x"}, {"label": "x"}):
-            with pytest.raises(ValueError, match=f"context gives '{next(iter(taken))}' for id 12.*choose other names"):
+            with pytest.raises(
+                ValueError, match=f"context returns the keys '{next(iter(taken))}' for id 12.*choose other names"
+            ):
                 write_questions(tmp_path / f"b.{kind}", table(), context={12: taken}.__getitem__)
         assert not (tmp_path / f"b.{kind}").exists()
 
-    def test_the_readmes_questions_can_be_asked_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.S)
+    def test_the_documented_example_runs_twice(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root = Path(__file__).parents[1]
+        pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+        blocks = [part for page in pages for part in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)]
         (block,) = [part for part in blocks if "write_questions(" in part]
         monkeypatch.chdir(tmp_path)
         watch = SimpleNamespace(query=lambda k: [12, 3], scores={"pool": table()})
@@ -367,9 +372,9 @@ class TestAnswers:
             exec(block, {"monitor": watch, "pool": LabelPool(samples())})
 
 
-class TestMistakes:
-    def test_one_mistake_too_many(self, rng: Rng) -> None:
-        """Two far clouds; strangers of the other class inside the first: tolerated up to max_impure."""
+class TestConfirmedMistakes:
+    def test_more_mistakes_than_max_impure(self, rng: Rng) -> None:
+        """Two distant clouds: points of the second class inside the first are tolerated up to max_impure."""
         x = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
         y = np.repeat([4, 7], 60)
         head = TrustHead.fit(x, y, dim=2, normalize=None, max_impure=3, progress=False)
@@ -378,15 +383,15 @@ class TestMistakes:
         assert confirmed_disjuncts(head, middle[:3], truth[:3]) == ()
         (found,) = confirmed_disjuncts(head, middle[:4], truth[:4])
         assert (found.predicted, found.true, found.rows.tolist()) == (4, (7,), [0, 1, 2, 3])
-        assert confirmed_disjuncts(head, middle, truth, given=truth) == (), "the network had them right"
+        assert confirmed_disjuncts(head, middle, truth, given=truth) == (), "the given labels are right"
         again = TrustHead.fit(
             np.concatenate([x, middle.numpy()]), np.concatenate([y, truth.numpy()]), dim=2, normalize=None,
             max_impure=3, progress=False,
         )  # fmt: skip
-        assert set(again.predict(middle)) == {7}, "refitted, they have an ellipsoid of their own"
+        assert set(again.predict(middle)) == {7}, "after a refit they have their own ellipsoid"
 
-    def test_labels_that_cannot_be_read_stop_no_training(self, rng: Rng) -> None:
-        """The pool says so, once; with label_of= the mistakes are found."""
+    def test_unreadable_labels_do_not_stop_training(self, rng: Rng) -> None:
+        """The pool warns once; with label_of= the mistakes are found."""
         pooling = pytest.importorskip("sepc_torch.training.lightning.pooling")
         x = np.concatenate([rng.normal(size=(60, 2)), rng.normal(size=(60, 2)) + 20])
         scores = pooling.PoolScores()

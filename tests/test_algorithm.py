@@ -1,4 +1,4 @@
-"""Algorithms 1 and 2 on two sets, replayed step by step with loops that anyone can check by eye."""
+"""Algorithms 1 and 2 on two sets: invariants of every iteration, checked by plain loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIMS = [1, 2, 5]
 
 
 def two_sets(rng: np.random.Generator, family: str, dim: int) -> tuple[Array, Array]:
-    """Two sets of 15 to 50 points with unit scale: overlapping, one in the other, flat, or full of equal points."""
+    """Two sets of 15 to 50 points of unit scale: overlapping, nested, flat, with equal points, or far apart."""
     n, m = (int(size) for size in rng.integers(15, 50, size=2))
     x, y = rng.normal(size=(n, dim)), rng.normal(size=(m, dim))
     match family:
@@ -40,14 +40,17 @@ def two_sets(rng: np.random.Generator, family: str, dim: int) -> tuple[Array, Ar
 
 
 class Watch:
-    """Fails when the loop turns without taking a point: a run deals with each set once per iteration and once after."""
+    """Progress callback that fails if the loop makes no progress.
+
+    A run reports each set once per iteration and once after the loop, so the number of calls is bounded.
+    """
 
     def __init__(self, points: int) -> None:
         self.calls_left = 2 * points + 4
 
     def __call__(self, points: int) -> None:
         self.calls_left -= 1
-        assert self.calls_left > 0, f"the loop goes on without taking points (the last set had {points})"
+        assert self.calls_left > 0, f"the loop continues without covering points (the last call had {points} points)"
 
 
 def separate(x: Array, y: Array, max_impure: int = 2, metric: Array | None = None) -> Separation:
@@ -56,7 +59,7 @@ def separate(x: Array, y: Array, max_impure: int = 2, metric: Array | None = Non
 
 
 def held(e: Ellipsoid, points: Array) -> set[int]:
-    r"""The rows with :math:`\|W (z - c)\| \le 1`, one after the other."""
+    r"""The rows with :math:`\|W (z - c)\| \le 1`, one by one."""
     return {row for row, z in enumerate(points) if np.linalg.norm(e.whitener @ (z - e.center)) <= 1 + SURFACE_TOLERANCE}
 
 
@@ -68,8 +71,10 @@ def plane_of(found: Separation, iteration: int) -> Hyperplane:
 @pytest.mark.parametrize("max_impure", [0, 2])
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_iterations_replayed(rng: np.random.Generator, family: str, dim: int, max_impure: int) -> None:
-    """Every point is taken once, by an ellipsoid that holds it and few enough of what remained of the other set."""
+def test_every_point_is_covered_once_by_a_pure_enough_ellipsoid(
+    rng: np.random.Generator, family: str, dim: int, max_impure: int
+) -> None:
+    """The ellipsoid of a point holds it and at most ``max_impure`` remaining points of the other set."""
     sets = two_sets(rng, family, dim)
     found = separate(*sets, max_impure)
     left = [set(range(len(points))) for points in sets]
@@ -78,7 +83,7 @@ def test_the_iterations_replayed(rng: np.random.Generator, family: str, dim: int
         before = [set(rows) for rows in left]
         for piece in (piece for piece in found.pieces if piece.iteration == iteration):
             own, others = sets[piece.side], sets[1 - piece.side]
-            assert set(piece.members.tolist()) <= left[piece.side], "taken twice, or not there"
+            assert set(piece.members.tolist()) <= left[piece.side], "a point is covered twice, or is not in the set"
             left[piece.side] -= set(piece.members.tolist())
             assert set(piece.support.tolist()) <= set(piece.members.tolist())
             assert set(piece.members.tolist()) <= held(piece.ellipsoid, own)
@@ -92,14 +97,14 @@ def test_the_iterations_replayed(rng: np.random.Generator, family: str, dim: int
                 case Kind.ISOLATED:
                     assert impure <= max_impure
                 case Kind.TERMINAL:
-                    # After the loop whatever is left is terminal; within it only a set that nothing reduces.
+                    # After the loop all remaining points are terminal; in the loop, only a set that cannot shrink.
                     assert not in_loop or impure > max_impure
     assert left == [set(), set()]
 
 
 @pytest.mark.parametrize("dim", [2, 5])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hyperplanes_bound_what_they_lead_to(rng: np.random.Generator, family: str, dim: int) -> None:
+def test_covered_points_lie_beyond_the_hyperplanes(rng: np.random.Generator, family: str, dim: int) -> None:
     x, y = two_sets(rng, family, dim)
     metric = rng.uniform(0.5, 2.0, size=dim)
     found = separate(x, y, metric=metric)
@@ -117,7 +122,7 @@ def test_hyperplanes_bound_what_they_lead_to(rng: np.random.Generator, family: s
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_balanced_sets_are_cut_at_their_centroids(rng: np.random.Generator, dim: int) -> None:
+def test_hyperplanes_of_equally_large_sets_pass_through_the_centroids(rng: np.random.Generator, dim: int) -> None:
     x = rng.normal(size=(30, dim))
     y = rng.normal(size=(30, dim)) + 0.5
     metric = rng.uniform(0.2, 5.0, size=dim)
@@ -129,7 +134,7 @@ def test_balanced_sets_are_cut_at_their_centroids(rng: np.random.Generator, dim:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_disjoint_sets_take_one_iteration(rng: np.random.Generator, dim: int) -> None:
-    """The hyperplanes then touch both hulls, at right angles to the shortest way between them."""
+    """The hyperplanes touch the two hulls and are orthogonal to the shortest segment between them."""
     x, y = two_sets(rng, "far apart", dim)
     found = separate(x, y)
     assert [(piece.kind, len(piece.members)) for piece in found.pieces] == [(Kind.FIRST, len(x)), (Kind.FIRST, len(y))]
@@ -148,7 +153,7 @@ def test_xor_has_no_hyperplane() -> None:
 
 @pytest.mark.parametrize("sizes", [(20, 20), (20, 45)])
 def test_sets_with_the_same_centroid_cannot_be_separated(rng: np.random.Generator, sizes: tuple[int, int]) -> None:
-    """XOR with clouds: point by point mirrored at the origin, so that hulls and centroids coincide."""
+    """XOR with clouds: every point is mirrored at the origin, so that the centroids coincide and hulls intersect."""
     x, y = (at + 0.2 * rng.normal(size=(n, 2)) for at, n in zip([(2.0, 2.0), (2.0, -2.0)], sizes, strict=True))
     found = separate(np.concatenate([x, -x]), np.concatenate([y, -y]))
     assert found.hyperplanes == ()
@@ -158,7 +163,7 @@ def test_sets_with_the_same_centroid_cannot_be_separated(rng: np.random.Generato
 
 @pytest.mark.parametrize("max_impure", [0, 3])
 def test_equal_points_of_both_sets_end_the_loop(rng: np.random.Generator, max_impure: int) -> None:
-    """Many copies of one place on either side; its mean, rounded, lies beside it, which must not look like a gap."""
+    """Both sets are copies of one point. The rounding error of the mean must not count as a distance between them."""
     for _ in range(40):
         dim = int(rng.integers(1, 5))
         n, m = rng.integers(dim + 1, 40, size=2)
@@ -170,7 +175,7 @@ def test_equal_points_of_both_sets_end_the_loop(rng: np.random.Generator, max_im
 
 @pytest.mark.parametrize("dim", [2, 3, 6])
 def test_few_points_stay_isolated(rng: np.random.Generator, dim: int) -> None:
-    """Fewer than as many points as dimensions: a ball of the least semi-axis around each."""
+    """Each of fewer points than dimensions gets a ball whose radius is the least semi-axis."""
     x, y = rng.normal(size=(dim - 1, dim)), rng.normal(size=(30, dim))
     mine = [piece for piece in separate(x, y).pieces if piece.side == 0]
     assert [piece.kind for piece in mine] == [Kind.ISOLATED] * len(x)
@@ -180,13 +185,13 @@ def test_few_points_stay_isolated(rng: np.random.Generator, dim: int) -> None:
         np.testing.assert_allclose(piece.ellipsoid.semi_axes, FLOOR, rtol=1e-12)
 
 
-def test_isolated_points_in_one_place_share_a_ball(rng: np.random.Generator) -> None:
+def test_equal_isolated_points_share_a_ball(rng: np.random.Generator) -> None:
     x = np.repeat(rng.normal(size=(2, 5)), 2, axis=0)
     mine = [piece for piece in separate(x, 3.0 + rng.normal(size=(30, 5))).pieces if piece.side == 0]
     assert sorted(piece.members.tolist() for piece in mine) == [[0, 1], [2, 3]]
 
 
-def test_only_the_wanted_side_is_returned(rng: np.random.Generator) -> None:
+def test_only_the_kept_side_is_returned(rng: np.random.Generator) -> None:
     x, y = two_sets(rng, "clouds", 3)
     both = Separator(max_impure=2, floor=FLOOR).separate(x, y).pieces
     for side in (0, 1):

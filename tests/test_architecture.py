@@ -218,8 +218,8 @@ def test_a_frozen_head_runs_on_torch_and_numpy_alone() -> None:
         from sepc_torch.model.rules import TrainingCounts
         bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [4.0, 0.0]]), torch.eye(2).repeat(2, 1, 1))
         eye = torch.eye(2, dtype=torch.int64)
-        sorted_distances = torch.tensor([[[0.5], [4.0]], [[4.0], [0.5]]])
-        counts = TrainingCounts(torch.arange(2), eye.bool(), eye, eye, sorted_distances, torch.ones(2, 1, dtype=torch.int64))
+        distances = torch.tensor([[[0.5], [4.0]], [[4.0], [0.5]]])
+        counts = TrainingCounts(torch.arange(2), eye.bool(), eye, eye, distances, torch.ones(2, 1, dtype=torch.int64))
         sepc = SEPC(bank, counts, torch.ones(2, dtype=torch.int64), torch.ones(2), classes=["a", "b"])
         head = TrustHead(Projection(torch.zeros(2), torch.eye(2), unit_length=False), sepc)
         print(*head(torch.tensor([[0.1, 0.2], [9.0, 0.0]])).label.tolist(), head.explain([0.1, 0.2]).details["rule"])

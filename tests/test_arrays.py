@@ -1,4 +1,4 @@
-"""Bad input is refused before any work, with what was expected, what came and what to do."""
+"""Validation of training data: every invalid input raises a clear error before any computation starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ Y = ["a", "a", "a", "b", "b", "b"]
 
 
 @pytest.fixture(autouse=True)
-def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*_: object) -> NoReturn:
-        pytest.fail("the work began before the input was checked")
+def _no_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if the partition algorithm starts."""
 
-    monkeypatch.setattr(Separator, "separate", begin)
+    def start(*_: object) -> NoReturn:
+        pytest.fail("the computation started before the input was validated")
+
+    monkeypatch.setattr(Separator, "separate", start)
 
 
 def with_value(value: float) -> Any:
@@ -83,7 +85,7 @@ BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_POINTS)
-def test_points_that_cannot_be_used(case: str) -> None:
+def test_invalid_points_are_refused(case: str) -> None:
     make, error, message = BAD_POINTS[case]
     for use in (partition, landscape):
         with pytest.raises(error, match=message):
@@ -91,7 +93,7 @@ def test_points_that_cannot_be_used(case: str) -> None:
 
 
 BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
-    "one class": (["a"] * 6, ValueError, "single class 'a'; a partition separates at least two"),
+    "one class": (["a"] * 6, ValueError, "single class 'a'; a partition separates at least two classes"),
     "too few": (Y[:5], ValueError, "6 rows and y has 5 labels"),
     "none": ([], ValueError, "y is empty"),
     "a scalar": (1, ValueError, r"one-dimensional.*shape \(\)"),
@@ -113,7 +115,7 @@ BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_LABELS)
-def test_labels_that_cannot_be_used(case: str) -> None:
+def test_invalid_labels_are_refused(case: str) -> None:
     labels, error, message = BAD_LABELS[case]
     with pytest.raises(error, match=message):
         partition(X, labels)
@@ -122,31 +124,35 @@ def test_labels_that_cannot_be_used(case: str) -> None:
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        (["a", "b", "c"], r"classes names \['c'\], but y holds no point of that label"),
+        (
+            ["a", "b", "c"],
+            r"classes names \['c'\], but y holds no points with these labels; name only labels of y: \['a', 'b'\]",
+        ),
         (["a"], r"y holds the labels \['b'\], which classes=\['a'\] does not name"),
-        (["a", "b", "a"], "classes names a label twice"),
-        ([0, 1], r"classes names \[0, 1\], but y holds no point"),
+        (["a", "b", "a"], r"classes names a label twice: .* Name each label once"),
+        ([0, 1], r"classes names \[0, 1\], but y holds no points with these labels"),
         ([], "classes is empty"),
     ],
 )
-def test_classes_that_do_not_fit(classes: list[Any], message: str) -> None:
+def test_classes_that_do_not_match_the_labels_are_refused(classes: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(X, Y, classes=classes)
 
 
-def test_good_input_reaches_the_work() -> None:
-    with pytest.raises(pytest.fail.Exception, match="the work began"):
+def test_valid_input_starts_the_computation() -> None:
+    """The guard of these tests is effective."""
+    with pytest.raises(pytest.fail.Exception, match="the computation started"):
         partition(X, Y)
 
 
-def test_a_single_point_beside_many_is_enough() -> None:
-    """Only a set in which no class reaches as many points as features is refused."""
+def test_a_class_of_one_point_is_accepted() -> None:
+    """A set is refused only if no class has as many points as there are features."""
     data = training_set(np.concatenate([X, [[9.0, 9.0]]]), [*"aaaaaa", "b"])
     assert np.bincount(data.codes).tolist() == [6, 1]
 
 
-# Arguments are given as a user would, where nothing but our own checks stands in between: the type checks of these
-# tests would catch most of them first. All cases share one interpreter.
+# These cases run in a separate process without the type checks of the tests, which would refuse most of them before our
+# own validation. All cases share one interpreter.
 BAD_ARGUMENTS = {
     "max_impure=-1": ("ValueError", "max_impure must be an integer of at least 0, got -1"),
     "max_impure=2.0": ("TypeError", "max_impure must be an integer, got 2.0"),
@@ -172,9 +178,9 @@ import json
 import numpy as np
 from sepc_torch import partition
 from sepc_torch.partitioning.algorithm import Separator
-class Begun(Exception): pass
-def begin(*_): raise Begun("the work began")
-Separator.separate = begin
+class Started(Exception): pass
+def start(*_): raise Started("the computation started")
+Separator.separate = start
 X, Y = np.array({X.tolist()}), {Y}
 def outcome(arguments):
     try:
@@ -195,25 +201,25 @@ def outcomes() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_arguments_that_make_no_sense(outcomes: dict[str, tuple[str, str]], case: str) -> None:
+def test_invalid_arguments_are_refused(outcomes: dict[str, tuple[str, str]], case: str) -> None:
     kind, message = BAD_ARGUMENTS[case]
     found, text = outcomes[case]
     assert message in text
     assert found == kind
 
 
-def test_an_unknown_solver_is_told_the_known_ones(outcomes: dict[str, tuple[str, str]]) -> None:
+def test_the_error_for_an_unknown_solver_lists_the_known_solvers(outcomes: dict[str, tuple[str, str]]) -> None:
     _, text = outcomes["solver='clarabel!'"]
     assert all(word in text for word in ("clarabel!", "native", "CLARABEL"))
 
 
 @pytest.mark.parametrize("case", GOOD_ARGUMENTS)
-def test_arguments_that_do(outcomes: dict[str, tuple[str, str]], case: str) -> None:
-    assert outcomes[case][0] == "Begun"
+def test_valid_arguments_are_accepted(outcomes: dict[str, tuple[str, str]], case: str) -> None:
+    assert outcomes[case][0] == "Started"
 
 
-def test_choices_are_named() -> None:
-    """Called directly: the type checks of the tests come before those of a constructor."""
+def test_the_error_for_an_unknown_choice_lists_the_choices() -> None:
+    """Called directly, because the type checks of the tests run before those of a constructor."""
     check_choice("kernel", "auto", ("auto", "torch"))
     with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', got 'cuda'"):
         check_choice("kernel", "cuda", ("auto", "torch"))

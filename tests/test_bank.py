@@ -1,4 +1,4 @@
-"""Batched distances against the plain ones, in every dtype, compiled, exported and differentiated."""
+"""Ellipsoid bank against single ellipsoids: dtypes, pieces, gradients, export, precision settings, invalid input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rng = np.random.Generator
 
 
 def draw(rng: Rng, count: int, dim: int, dtype: torch.dtype = torch.float64) -> tuple[EllipsoidBank, list[Ellipsoid]]:
-    """A bank and the same ellipsoids one by one, away from the origin and of semi-axes from 0.01 to 1."""
+    """A bank and the list of its ellipsoids, away from the origin, with semi-axes from 0.01 to 1."""
     plain = []
     for _ in range(count):
         basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
@@ -35,7 +35,7 @@ def points(rng: Rng, count: int, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("b", "k", "dim"), [(1, 1, 1), (17, 5, 3), (300, 40, 16), (7, 200, 33), (0, 3, 4)])
-def test_equals_the_plain_distance(rng: Rng, b: int, k: int, dim: int) -> None:
+def test_equals_the_distance_of_single_ellipsoids(rng: Rng, b: int, k: int, dim: int) -> None:
     bank, plain = draw(rng, k, dim)
     z = points(rng, b, dim)
     found = bank(z)
@@ -63,7 +63,7 @@ def test_pieces_do_not_change_the_result(rng: Rng, monkeypatch: pytest.MonkeyPat
 
 
 def test_float32_is_as_accurate_as_its_input(rng: Rng) -> None:
-    """Far from the origin W (z - c) loses only what rounding the input loses; W z + b would lose much more."""
+    """Far from the origin the error of W (z - c) is the input's rounding error; the error of W z + b is much larger."""
     bank, _ = draw(rng, 20, 10)
     z = points(rng, 200, 10).float()
     single = copy.deepcopy(bank).float()
@@ -85,7 +85,7 @@ def test_half_precision_input_is_computed_in_float32(rng: Rng, dtype: torch.dtyp
     assert inside.dtype == torch.float32
 
 
-def test_half_moves_but_does_not_round(rng: Rng) -> None:
+def test_half_keeps_float32_buffers(rng: Rng) -> None:
     bank, _ = draw(rng, 5, 4, torch.float32)
     before = bank.whiteners.clone()
     for convert in (bank.half, bank.bfloat16, lambda: bank.to(torch.float16)):
@@ -95,7 +95,7 @@ def test_half_moves_but_does_not_round(rng: Rng) -> None:
     assert bank.double().offsets.dtype == torch.float64
 
 
-def test_only_buffers(rng: Rng) -> None:
+def test_has_buffers_and_no_parameters(rng: Rng) -> None:
     bank, _ = draw(rng, 5, 4)
     assert not list(bank.parameters())
     assert set(bank.state_dict()) == {"origin", "offsets", "whiteners"}
@@ -123,13 +123,13 @@ def test_exports_with_any_batch_size(rng: Rng) -> None:
         assert torch.equal(program.module()(z[:rows]), bank(z[:rows]))
 
 
-def test_operators_pass_torchs_own_checks(rng: Rng) -> None:
+def test_operators_pass_opcheck(rng: Rng) -> None:
     bank, _ = draw(rng, 6, 5)
     z = points(rng, 9, 5).requires_grad_()
     torch.library.opcheck(torch.ops.sepc_torch.distances.default, (z, bank.offsets, bank.whiteners))
 
 
-def test_euclidean_distance_equals_the_plain_one(rng: Rng) -> None:
+def test_euclidean_distance_equals_that_of_single_ellipsoids(rng: Rng) -> None:
     bank, plain = draw(rng, 12, 6)
     z = points(rng, 80, 6)
     scale = torch.from_numpy(rng.uniform(0.5, 2.0, 6))
@@ -143,7 +143,7 @@ def test_euclidean_distance_equals_the_plain_one(rng: Rng) -> None:
         assert found[wanted, k].numpy() == pytest.approx(expected[wanted.numpy()], rel=1e-9, abs=1e-9)
 
 
-def test_refuses_what_does_not_fit(rng: Rng) -> None:
+def test_refuses_invalid_input(rng: Rng) -> None:
     bank, _ = draw(rng, 6, 5)
     with pytest.raises(ValueError, match=r"shape \(points, 5\), got \(3, 4\)"):
         bank(torch.zeros(3, 4))
@@ -155,8 +155,8 @@ def test_refuses_what_does_not_fit(rng: Rng) -> None:
         EllipsoidBank(torch.zeros(3, 2), torch.zeros(3, 2, 3))
 
 
-def test_precision_set_by_its_newer_names() -> None:
-    """In a process of its own: torch then refuses to tell the precision by the older name, in all that follows."""
+def test_precision_set_per_backend_is_restored() -> None:
+    """In a separate process: afterwards torch.get_float32_matmul_precision raises for the rest of the process."""
     script = """
 import torch
 from sepc_torch import EllipsoidBank

@@ -1,4 +1,4 @@
-"""Baselines: closed forms, invariances, brute force, hard inputs, and pytorch-ood's own detectors."""
+"""Baselines: closed forms, invariances, brute force, degenerate inputs, and the detectors of pytorch-ood."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES, DIM = 3, 5
 
 
 class Data(NamedTuple):
-    """Three classes of different size, shape and place, rows to score, and a linear classifier's logits."""
+    """Three classes of different size, shape and location, rows to score, and a linear classifier."""
 
     z: Tensor
     y: Tensor
@@ -47,12 +47,12 @@ class Data(NamedTuple):
 
     @property
     def logits(self) -> Tensor:
-        """Of the rows to score."""
+        """Logits of the rows to score."""
         return self.test @ self.weight.T + self.bias
 
     @property
     def predicted(self) -> Tensor:
-        """Of the rows to score."""
+        """Predicted labels of the rows to score."""
         return self.logits.argmax(dim=1)
 
 
@@ -70,7 +70,7 @@ def data(rng: Rng) -> Data:
 
 @pytest.fixture
 def in_double() -> Generator[None]:
-    """pytorch-ood makes its tensors in torch's default type."""
+    """Sets the default dtype to float64, in which pytorch-ood then creates its tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -99,7 +99,7 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-9, atol: float = 1e-
 
 
 def drawn(logits: Tensor, rng: Rng) -> Tensor:
-    """Labels of the probabilities that the logits claim."""
+    """Labels drawn from the softmax probabilities of the logits."""
     return (logits + torch.from_numpy(rng.gumbel(size=logits.shape))).argmax(dim=1)
 
 
@@ -114,19 +114,19 @@ def test_scores_of_logits(rng: Rng) -> None:
     close(gen(logits), -(p * (1 - p)).pow(0.1).sum(dim=1))
     close(gen(logits, gamma=1.0), p.square().sum(dim=1) - 1.0)
     top = p.sort(dim=1, descending=True).values[:, :2]
-    sure = torch.tensor([[60.0, 0.0]], dtype=torch.float64)  # 1 - p rounds to zero, e^-60 does not
+    sure = torch.tensor([[60.0, 0.0]], dtype=torch.float64)  # 1 - p rounds to zero; e^-60 does not
     close(gen(sure), torch.full((1,), -2.0 * math.exp(-6.0), dtype=torch.float64))
     close(gen(logits, gamma=0.3, m=2), -(top * (1 - top)).pow(0.3).sum(dim=1))
 
 
-def test_scores_of_logits_rank_alike_for_two_classes(rng: Rng) -> None:
+def test_scores_of_logits_have_the_same_order_for_two_classes(rng: Rng) -> None:
     logits = torch.from_numpy(rng.normal(size=(200, 2)))
     order = max_softmax(logits).argsort()
     for score in (entropy, gen):
         assert torch.equal(score(logits).argsort(), order)
 
 
-def test_no_logit_is_too_large() -> None:
+def test_large_logits_give_finite_scores() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], dtype=torch.float32)
     for score in (max_softmax, entropy, max_logit, energy, gen):
         values = score(logits)
@@ -135,7 +135,7 @@ def test_no_logit_is_too_large() -> None:
         assert values[0] > values[1]
 
 
-def test_temperature_is_where_the_loss_is_flat(rng: Rng) -> None:
+def test_temperature_minimises_the_loss(rng: Rng) -> None:
     logits = torch.from_numpy(rng.normal(size=(300, 4)) * 3.0)
     labels = drawn(logits / 2.5, rng)
     found = fit_temperature(logits, labels)
@@ -147,8 +147,8 @@ def test_temperature_is_where_the_loss_is_flat(rng: Rng) -> None:
         assert torch.nn.functional.cross_entropy(logits / other, labels) > loss
 
 
-def test_one_mistake_in_many_has_a_temperature() -> None:
-    """The closed form of two classes: margin / log-odds of being right. Plain Newton crawls there."""
+def test_temperature_with_one_mistake_in_a_thousand() -> None:
+    """Closed form for two classes: margin / log-odds of being right. Plain Newton steps converge slowly here."""
     logits = torch.tensor([[9.0, 0.0]]).repeat(1001, 1)
     labels = torch.zeros(1001, dtype=torch.int64)
     labels[0] = 1
@@ -161,18 +161,18 @@ def test_temperature_has_the_units_of_logits(factor: float, rng: Rng) -> None:
     logits = torch.from_numpy(rng.normal(size=(300, 4)))
     labels = drawn(logits, rng)
     expected = fit_temperature(logits, labels)
-    offset = torch.from_numpy(rng.normal(size=(300, 1)))  # the softmax does not see it
+    offset = torch.from_numpy(rng.normal(size=(300, 1)))  # the softmax does not depend on it
     assert fit_temperature(factor * (logits + offset), labels) == pytest.approx(factor * expected, rel=1e-6)
 
 
 def test_temperature_without_an_optimum() -> None:
     logits = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
-    assert 0.0 < fit_temperature(logits, torch.tensor([0, 1])) < 0.01  # never wrong: as cold as we go
-    assert 100.0 < fit_temperature(logits, torch.tensor([1, 0])) < math.inf  # always wrong: as hot
+    assert 0.0 < fit_temperature(logits, torch.tensor([0, 1])) < 0.01  # never wrong: the lower bound
+    assert 100.0 < fit_temperature(logits, torch.tensor([1, 0])) < math.inf  # always wrong: the upper bound
     assert fit_temperature(torch.zeros(2, 2), torch.tensor([1, 0])) == 1.0
 
 
-def test_mahalanobis_is_a_gaussian_of_one_covariance(data: Data) -> None:
+def test_mahalanobis_agrees_with_gaussians_of_one_covariance(data: Data) -> None:
     means = torch.stack([data.z[data.y == c].mean(dim=0) for c in range(CLASSES)])
     covariance = torch.cov((data.z - means[data.y]).T, correction=0)
     everything = MultivariateNormal(data.z.mean(dim=0), torch.cov(data.z.T, correction=0))
@@ -184,12 +184,12 @@ def test_mahalanobis_is_a_gaussian_of_one_covariance(data: Data) -> None:
     close(RelativeMahalanobis.fit(data.z, data.y).score(data.test), background - squared.amin(dim=1))
 
 
-def test_unit_length_is_a_step_before(data: Data) -> None:
+def test_unit_length_equals_scaling_before_the_fit(data: Data) -> None:
     unit, test = (v / v.norm(dim=1, keepdim=True) for v in (data.z, data.test))
     close(Mahalanobis.fit(data.z, data.y, unit_length=True).score(data.test), Mahalanobis.fit(unit, data.y).score(test))
 
 
-def test_gaussians_are_a_mixture(data: Data) -> None:
+def test_gaussians_agree_with_the_mixture_density(data: Data) -> None:
     logs = []
     for c in range(CLASSES):
         own = data.z[data.y == c]
@@ -204,18 +204,18 @@ def test_neighbours_by_brute_force(k: int, data: Data, monkeypatch: pytest.Monke
     distances = (test.unsqueeze(1) - unit).norm(dim=2).sort(dim=1).values
     expected = -distances[:, min(k, len(unit)) - 1]
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
-    monkeypatch.setattr(baselines.shared, "_ENTRIES", 1000)  # a few rows at a time
+    monkeypatch.setattr(baselines.shared, "_ENTRIES", 1000)  # forces small batches
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
 
 
 @pytest.mark.parametrize(("points", "k"), [(3, 1), (1400, 1), (1600, 2), (50_000, 50)])
-def test_neighbours_in_proportion(points: int, k: int) -> None:
+def test_default_k_is_a_thousandth_of_the_points(points: int, k: int) -> None:
     assert NearestNeighbours.fit(torch.ones(points, 1), torch.zeros(points, dtype=torch.int64)).k == k
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5])
-def test_trust_score_as_its_authors_run_it(alpha: float, data: Data) -> None:
-    """A KDTree per class, its second neighbour; the densest part of each class by its tenth."""
+def test_trust_score_agrees_with_the_authors_algorithm(alpha: float, data: Data) -> None:
+    """The authors query a KDTree per class for the second neighbour, and filter each class by its tenth."""
     columns = []
     for c in range(CLASSES):
         own = data.z[data.y == c].numpy()
@@ -229,7 +229,7 @@ def test_trust_score_as_its_authors_run_it(alpha: float, data: Data) -> None:
     close(TrustScore.fit(data.z, data.y, alpha=alpha).score(data.test, data.predicted), expected)
 
 
-def test_one_ellipsoid_holds_its_class(data: Data) -> None:
+def test_one_ellipsoid_contains_its_class(data: Data) -> None:
     found = OneEllipsoid.fit(data.z, data.y)
     own = -found.distance(data.z, data.y)
     assert own.max() == pytest.approx(1.0, abs=1e-6)
@@ -237,26 +237,26 @@ def test_one_ellipsoid_holds_its_class(data: Data) -> None:
     close(ratio, found.distances(data.z).scatter(1, data.y.unsqueeze(1), math.inf).amin(dim=1) / own)
 
 
-def test_vim_balances_residual_and_logits(data: Data) -> None:
+def test_vim_scales_the_residual_to_the_logits(data: Data) -> None:
     logits = data.z @ data.weight.T + data.bias
     found = ViM.fit(data.z, logits, classifier=(data.weight, data.bias), principal=2)
     close(found.origin @ data.weight.T, -data.bias)  # where all logits are zero
     virtual = energy(logits) - found.score(data.z, logits)
     assert float(virtual.mean()) == pytest.approx(float(logits.amax(dim=1).mean()))
-    # Inside the principal space only the energy is left.
+    # Inside the principal space the residual is zero, and the score is the energy.
     inside = data.test - (data.test - found.origin) @ found.residual @ found.residual.T
     close(found.score(inside, data.logits), energy(data.logits))
 
 
 @pytest.mark.parametrize(("dim", "principal"), [(1, 0), (5, 2), (512, 256), (513, 512)])
-def test_vim_chooses_the_authors_dimension(dim: int, principal: int, rng: Rng) -> None:
+def test_vim_default_dimension(dim: int, principal: int, rng: Rng) -> None:
     z = torch.from_numpy(rng.normal(size=(20, dim)))
     assert ViM.fit(z, z[:, :1].expand(20, 2)).residual.shape == (dim, dim - principal)
 
 
 @learnt
-def test_scale(score: Score, data: Data) -> None:
-    """The units of the embedding do not matter, by any factor; only a density has units."""
+def test_scores_do_not_depend_on_the_scale(score: Score, data: Data) -> None:
+    """Scaling the embeddings does not change a score; only the log density shifts by a known constant."""
     expected = score(data.z, data.y, data.test, data.predicted)
     for factor in (2.0**-40, 2.0**30):  # exact in floating point
         found = score(factor * data.z, data.y, factor * data.test, data.predicted)
@@ -266,7 +266,7 @@ def test_scale(score: Score, data: Data) -> None:
 
 
 @pytest.mark.parametrize("score", [LEARNT[name] for name in AFFINE], ids=AFFINE)
-def test_affine_maps_change_nothing(score: Score, data: Data, rng: Rng) -> None:
+def test_affine_maps_do_not_change_scores(score: Score, data: Data, rng: Rng) -> None:
     turn = torch.linalg.qr(torch.from_numpy(rng.normal(size=(DIM, DIM)))).Q
     matrix = turn * torch.tensor([1e-3, 0.1, 1.0, 10.0, 1e3])
     offset = 10.0 * torch.from_numpy(rng.normal(size=DIM))
@@ -275,7 +275,7 @@ def test_affine_maps_change_nothing(score: Score, data: Data, rng: Rng) -> None:
 
 
 @learnt
-def test_names_of_classes_and_order_of_rows(score: Score, data: Data, rng: Rng) -> None:
+def test_scores_do_not_depend_on_class_codes_or_row_order(score: Score, data: Data, rng: Rng) -> None:
     expected = score(data.z, data.y, data.test, data.predicted)
     names, order = torch.tensor([2, 0, 1]), torch.from_numpy(rng.permutation(len(data.z)))
     found = score(data.z[order], names[data.y[order]], data.test, names[data.predicted])
@@ -283,8 +283,8 @@ def test_names_of_classes_and_order_of_rows(score: Score, data: Data, rng: Rng) 
 
 
 @learnt
-def test_classes_that_are_small_flat_or_single(score: Score, rng: Rng) -> None:
-    """Fewer points than dimensions, a feature that never fires, and a class of one point: every score is a number."""
+def test_degenerate_classes_give_finite_scores(score: Score, rng: Rng) -> None:
+    """Classes with fewer points than dimensions, a feature that is always zero, and a class of one point."""
     z = torch.from_numpy(np.maximum(rng.normal(size=(30, 40)) + 0.5, 0.0)).float()
     z[:, 7] = 0.0
     y = torch.tensor([0] * 14 + [1] * 15 + [2])
@@ -295,15 +295,15 @@ def test_classes_that_are_small_flat_or_single(score: Score, rng: Rng) -> None:
     assert values.isfinite().all()
 
 
-def test_a_training_point_on_top_is_trusted(data: Data) -> None:
-    """On top of two training points of its class the distance is zero, and the score large but a number."""
+def test_trust_score_is_finite_on_training_points(data: Data) -> None:
+    """At the location of two training points of the class the distance is zero; the score is large but finite."""
     twice = torch.cat([data.z, data.z])
     values = TrustScore.fit(twice, torch.cat([data.y, data.y])).score(data.z, data.y)
     assert values.isfinite().all()
     assert values.min() > 1e6
 
 
-def test_all_at_once(data: Data) -> None:
+def test_baseline_scores_returns_every_score(data: Data) -> None:
     logits = data.z @ data.weight.T + data.bias
     plain = baseline_scores(data.z, data.y, data.test, data.logits)
     full = baseline_scores(
@@ -315,14 +315,14 @@ def test_all_at_once(data: Data) -> None:
         assert values.dtype == torch.float64, name
         assert values.isfinite().all(), name
     for name in LEARNT.keys() & full.keys():
-        tol = 1e-2 if name.startswith("ellipsoid") else 1e-9  # solved to a tolerance of its own
+        tol = 1e-2 if name.startswith("ellipsoid") else 1e-9  # the ellipsoids are solved to another tolerance
         close(full[name], LEARNT[name](data.z, data.y, data.test, data.predicted), rtol=tol)
     relative = RelativeMahalanobis.fit(data.z, data.y, unit_length=True)
     close(full["relative_mahalanobis++"], relative.score(data.test))
 
 
-def test_larger_is_more_trusted(rng: Rng) -> None:
-    """Rows of the training distribution against rows far off it, for every score that looks at the embedding."""
+def test_rows_far_from_the_training_set_have_lower_scores(rng: Rng) -> None:
+    """Compares rows of the training distribution with rows far from it."""
     y = torch.from_numpy(rng.integers(0, 2, 400))
     centers = torch.tensor([[8.0, 0.0, 0.0], [0.0, 8.0, 0.0]], dtype=torch.float64)
     z = centers[y] + torch.from_numpy(rng.normal(size=(400, 3)))
@@ -333,7 +333,7 @@ def test_larger_is_more_trusted(rng: Rng) -> None:
         assert scores[name][:100].median() > scores[name][100:].median(), name
 
 
-def test_bad_input(data: Data) -> None:
+def test_input_errors(data: Data) -> None:
     with pytest.raises(ValueError, match="one label"):
         fit_temperature(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64))
     with pytest.raises(ValueError, match="negative"):
@@ -342,9 +342,9 @@ def test_bad_input(data: Data) -> None:
         TrustScore.fit(data.z, data.y + 1)
     with pytest.raises(ValueError, match="NaN"):
         NearestNeighbours.fit(data.z / 0.0, data.y)
-    with pytest.raises(ValueError, match="alpha"):
+    with pytest.raises(ValueError, match="alpha must be at least 0 and below 1"):
         TrustScore.fit(data.z, data.y, alpha=1.0)
-    with pytest.raises(ValueError, match="principal"):
+    with pytest.raises(ValueError, match="principal must lie between 0 and 4"):
         ViM.fit(data.z, data.z, principal=DIM)
     with pytest.raises(ValueError, match="k must"):
         NearestNeighbours.fit(data.z, data.y, k=0)
@@ -353,7 +353,7 @@ def test_bad_input(data: Data) -> None:
 
 
 def test_peers_scores_of_logits(rng: Rng) -> None:
-    """pytorch-ood averages the generalised entropy, and clips probabilities at 1e-7 in it and in the entropy."""
+    """pytorch-ood averages the generalised entropy, and clips the probabilities of both entropies at 1e-7."""
     logits = torch.from_numpy(rng.normal(size=(50, 7)))
     close(
         max_softmax(logits, 2.0), -peer("pytorch_ood.detector.softmax").MaxSoftmax(None, t=2.0).predict_logits(logits)
@@ -365,8 +365,8 @@ def test_peers_scores_of_logits(rng: Rng) -> None:
     close(gen(logits, gamma=0.1, m=4), -4.0 * theirs, rtol=1e-6)
 
 
-def test_peers_temperature_is_on_the_way(rng: Rng) -> None:
-    """pytorch-ood's fifty short steps of L-BFGS, begun at 1, end before the optimum."""
+def test_peers_temperature_lies_between_one_and_the_optimum(rng: Rng) -> None:
+    """pytorch-ood takes fifty short L-BFGS steps from 1 and stops before the optimum."""
     logits = torch.from_numpy(rng.normal(size=(300, 4)) * 3.0).float()
     labels = drawn(logits / 2.0, rng)
     theirs = peer("pytorch_ood.detector.tscaling").TemperatureScaling(None).fit_logits(logits, labels).t.item()
@@ -375,7 +375,7 @@ def test_peers_temperature_is_on_the_way(rng: Rng) -> None:
 
 @pytest.mark.usefixtures("in_double")
 def test_peers_mahalanobis(data: Data) -> None:
-    """pytorch-ood's covariance is a sum, not a mean, and its Mahalanobis score half the squared distance."""
+    """The covariance of pytorch-ood is a sum, not a mean, and its Mahalanobis score is half the squared distance."""
     theirs = peer("pytorch_ood.detector.mahalanobis").Mahalanobis(None).fit_features(data.z, data.y)
     expected = -2.0 * len(data.z) * theirs.predict_features(data.test)
     close(Mahalanobis.fit(data.z, data.y).score(data.test), expected, rtol=1e-4)
@@ -385,7 +385,7 @@ def test_peers_mahalanobis(data: Data) -> None:
 
 
 def test_peers_gaussians(data: Data) -> None:
-    """pytorch-ood divides a covariance by n, DDU's authors by n - 1: give it deviations that are larger by the root."""
+    """pytorch-ood divides the covariance by n, the authors of DDU by n - 1; the test rescales the deviations."""
     stretched = data.z.clone()
     for c in range(CLASSES):
         own = data.z[data.y == c]
@@ -402,7 +402,7 @@ def test_peers_neighbours(k: int, data: Data) -> None:
 
 
 def test_peers_vim(data: Data) -> None:
-    """In float32 there."""
+    """pytorch-ood computes ViM in float32, hence the tolerance."""
     theirs = peer("pytorch_ood.detector.vim").ViM(None, d=2, w=data.weight, b=data.bias).fit_features(data.z, data.y)
     logits = data.z @ data.weight.T + data.bias
     ours = ViM.fit(data.z, logits, classifier=(data.weight, data.bias), principal=2)

@@ -1,4 +1,4 @@
-"""The command line: round trips through every format, one line for every mistake, nothing half-written."""
+"""The command line: round trips through every format, one-line errors, and complete output files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def succeed(*arguments: object) -> str:
 
 
 def fail(*arguments: object) -> str:
-    """The one line that a mistake is told in."""
+    """Run a command that must fail; return its one-line error message."""
     result = run(*arguments)
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
@@ -63,7 +63,7 @@ FEATURES = ["sepal length", "sepal width", "petal length", "petal width"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Iris as train and new, in every format, and a model."""
+    """Iris, split into train and new, in every format, and a model fitted on train."""
     path = tmp_path_factory.mktemp("iris")
     frame = iris()
     for name, part in (("train", frame[:100]), ("new", frame[100:].reset_index(drop=True))):
@@ -87,7 +87,7 @@ def test_version() -> None:
     assert succeed("--version").strip() == f"sepc {__version__}"
 
 
-def test_the_choices_are_those_of_the_library() -> None:
+def test_the_choices_agree_with_the_library() -> None:
     assert [choice.value for choice in NearestBy] == list(get_args(Nearest))
 
 
@@ -104,24 +104,24 @@ def test_fit_writes_the_frozen_model(folder: Path, part: Partition, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected.safetensors", "model.safetensors"]
 
 
-def test_fit_passes_its_options_on(folder: Path, tmp_path: Path) -> None:
+def test_fit_options_reach_the_model(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "model.safetensors"
     options = ["--max-impure", 7, "--no-standardize", "--nearest", "euclidean", "--jobs", 2, "--json"]
-    told = json.loads(succeed("fit", folder / "train.npz", "-o", output, *options))
+    reported = json.loads(succeed("fit", folder / "train.npz", "-o", output, *options))
     model = SEPC.load(output)
     assert model.nearest == "euclidean"
     assert (model.made["max_impure"], model.made["standardize"]) == (7, False)
-    assert told["made"] == model.made
-    assert told["model"] == str(output)
-    assert told["features"] == FEATURES
-    assert told["points"] == 100
-    assert {c["label"]: c["points"] for c in told["classes"]} == iris()[:100]["species"].value_counts().to_dict()
-    assert told["ellipsoids"] == len(model.bank)
+    assert reported["made"] == model.made
+    assert reported["model"] == str(output)
+    assert reported["features"] == FEATURES
+    assert reported["points"] == 100
+    assert {c["label"]: c["points"] for c in reported["classes"]} == iris()[:100]["species"].value_counts().to_dict()
+    assert reported["ellipsoids"] == len(model.bank)
 
 
 @pytest.mark.parametrize("source", ["new.csv", "new.csv.gz", "new.parquet", "new.npz", "new_plain.npz"])
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_score_says_what_the_model_says(folder: Path, tmp_path: Path, source: str, suffix: str) -> None:
+def test_score_agrees_with_the_model(folder: Path, tmp_path: Path, source: str, suffix: str) -> None:
     output = tmp_path / f"scored{suffix}"
     succeed("score", folder / "model.safetensors", folder / source, "-o", output)
     assert list(tmp_path.iterdir()) == [output]
@@ -137,41 +137,41 @@ def test_score_says_what_the_model_says(folder: Path, tmp_path: Path, source: st
         np.testing.assert_array_equal(scored[field], getattr(out, field).numpy())
 
 
-def test_score_measures_what_it_can(folder: Path, tmp_path: Path) -> None:
+def test_score_summary_with_and_without_labels(folder: Path, tmp_path: Path) -> None:
     arguments = ["score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv"]
     blind = json.loads(succeed(*arguments, "--json"))
     assert blind["accuracy"] is None
     assert blind["ignored"] == ["id", "species"]
-    told = json.loads(succeed(*arguments, "--json", "--label", "species", "--id", "id", "--threshold", 0.9))
+    reported = json.loads(succeed(*arguments, "--json", "--label", "species", "--id", "id", "--threshold", 0.9))
     scored = pd.read_csv(tmp_path / "s.csv")
     assert scored["id"].tolist() == iris()["id"][100:].tolist()
     right = scored["label"].to_numpy() == iris()["species"][100:].to_numpy()
     accepted = (scored["trust"] >= 0.9) & (scored["rule"] != "OUTSIDE")
-    assert told["ignored"] == []
-    assert told["points"] == 50
-    assert told["accuracy"] == pytest.approx(right.mean())
-    assert (told["threshold"], told["accepted"]) == (0.9, accepted.sum())
-    assert told["coverage"] == pytest.approx(accepted.mean())
-    assert told["accepted_accuracy"] == pytest.approx(right[accepted].mean())
-    assert {rule: share["points"] for rule, share in told["rules"].items() if share["points"]} == scored[
+    assert reported["ignored"] == []
+    assert reported["points"] == 50
+    assert reported["accuracy"] == pytest.approx(right.mean())
+    assert (reported["threshold"], reported["accepted"]) == (0.9, accepted.sum())
+    assert reported["coverage"] == pytest.approx(accepted.mean())
+    assert reported["accepted_accuracy"] == pytest.approx(right[accepted].mean())
+    assert {rule: share["points"] for rule, share in reported["rules"].items() if share["points"]} == scored[
         "rule"
     ].value_counts().to_dict()
-    for rule, share in told["rules"].items():
+    for rule, share in reported["rules"].items():
         own = right[scored["rule"] == rule]
         assert share["accuracy"] == (pytest.approx(own.mean()) if len(own) else None)
-    assert {p["label"]: p["points"] for p in told["predicted"]} == scored["label"].value_counts().to_dict()
+    assert {p["label"]: p["points"] for p in reported["predicted"]} == scored["label"].value_counts().to_dict()
 
 
-def test_score_tells_a_person(folder: Path, tmp_path: Path) -> None:
+def test_score_prints_a_table(folder: Path, tmp_path: Path) -> None:
     arguments = ["score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv"]
     result = run(*arguments, "--label", "species")
-    assert result.stderr == "sepc: columns that the model does not use: id\n"
+    assert result.stderr == "sepc: columns not used by the model: id\n"
     assert re.search(r"^all +50 +100\.0% +\d+\.\d%$", result.stdout, re.MULTILINE)
     assert "trust >= 0.95, inside" in result.stdout
 
 
 def test_columns_are_found_by_name(folder: Path, tmp_path: Path) -> None:
-    """Order and company do not matter."""
+    """The order of the columns and further columns do not matter."""
     shuffled = tmp_path / "shuffled.csv"
     pd.read_csv(folder / "new.csv")[["petal width", "species", "sepal width", "petal length", "sepal length"]].assign(
         colour="blue"
@@ -188,26 +188,26 @@ def test_numbers_as_labels_and_features_without_names(tmp_path: Path) -> None:
     model = SEPC.load(tmp_path / "m.safetensors")
     assert model.classes == [0, 1, 2]
     assert model.feature_names == ("x0", "x1", "x2", "x3")
-    told = json.loads(
+    reported = json.loads(
         succeed("score", tmp_path / "m.safetensors", tmp_path / "d.npz", "-o", tmp_path / "s.csv", "--json")
     )
-    assert told["accuracy"] > 0.9
-    # A model that was made without names takes columns by position.
+    assert reported["accuracy"] > 0.9
+    # A model without feature names takes columns by position.
     SEPC.from_partition(partition(X, y), "euclidean").save(tmp_path / "nameless.safetensors")
     pd.DataFrame(X, columns=FEATURES).assign(kind=y).to_csv(tmp_path / "d.csv", index=False)
     again = ["score", tmp_path / "nameless.safetensors", tmp_path / "d.csv", "-o", tmp_path / "t.csv"]
-    told = json.loads(succeed(*again, "--label", "kind", "--json"))
-    assert told["accuracy"] > 0.9
-    assert "has 5 columns of features and the model reads 4" in fail(*again)
+    reported = json.loads(succeed(*again, "--label", "kind", "--json"))
+    assert reported["accuracy"] > 0.9
+    assert "has 5 feature columns and the model has 4 features" in fail(*again)
 
 
-def test_labels_that_the_model_does_not_know(folder: Path, tmp_path: Path) -> None:
+def test_labels_unknown_to_the_model(folder: Path, tmp_path: Path) -> None:
     frame = pd.read_csv(folder / "new.csv")
     frame.loc[:9, "species"] = "tulip"
     frame.to_csv(tmp_path / "new.csv", index=False)
     arguments = ["score", folder / "model.safetensors", tmp_path / "new.csv", "-o", tmp_path / "s.csv"]
     result = run(*arguments, "--label", "species", "--id", "id", "--json")
-    assert result.stderr == "sepc: labels that the model does not know count as mistakes: 'tulip'\n"
+    assert result.stderr == "sepc: labels unknown to the model count as mistakes: 'tulip'\n"
     assert json.loads(result.stdout)["accuracy"] <= 0.8
     (tmp_path / "s.csv").unlink()
     assert "knows none of the labels 'flower" in fail(*arguments, "--label", "id")
@@ -220,10 +220,10 @@ def test_explain(folder: Path, source: str) -> None:
     points = np.array(iris()[FEATURES][100:])
     arguments = ["explain", folder / "model.safetensors", folder / source, "--row", 3, "--row", 0]
     assert succeed(*arguments) == f"row 3: {model.explain(points, 3)}\n\nrow 0: {model.explain(points, 0)}\n"
-    told = json.loads(succeed(*arguments, "--json"))
-    assert [reason["row"] for reason in told] == [3, 0]
-    assert told[0]["label"] == model.predict(points)[3]
-    assert set(told[0]["features"]) == set(FEATURES)
+    reported = json.loads(succeed(*arguments, "--json"))
+    assert [reason["row"] for reason in reported] == [3, 0]
+    assert reported[0]["label"] == model.predict(points)[3]
+    assert set(reported[0]["features"]) == set(FEATURES)
 
 
 def test_explain_needs_only_the_rows_it_explains(folder: Path, tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_landscape(folder: Path) -> None:
     frame = iris()[:100]
     seen = landscape(frame[FEATURES], frame["species"])
     assert succeed(*arguments) == f"{seen}\n"
-    told = json.loads(succeed(*arguments, "--json"))
-    assert {c["label"]: c["overlap_ratio"] for c in told["classes"]} == pytest.approx(seen.overlap_ratio)
-    assert [tuple(pair["labels"]) for pair in told["pairs"]] == list(seen.pairs)
+    reported = json.loads(succeed(*arguments, "--json"))
+    assert {c["label"]: c["overlap_ratio"] for c in reported["classes"]} == pytest.approx(seen.overlap_ratio)
+    assert [tuple(pair["labels"]) for pair in reported["pairs"]] == list(seen.pairs)
 
 
 def edited(folder: Path, tmp_path: Path, edit: Callable[[pd.DataFrame], Any]) -> Path:
@@ -262,7 +262,7 @@ def put(row: int, column: str, value: str | float | None) -> Callable[[pd.DataFr
     return edit
 
 
-MISTAKES_IN_CELLS = {
+ERRORS_IN_CELLS = {
     "text": (put(7, "petal width", "wide"), "row 7, column 'petal width': 'wide' is not a number"),
     "missing": (put(8, "sepal width", None), "row 8, column 'sepal width': the value is missing"),
     "infinite": (put(9, "sepal width", np.inf), "row 9, column 'sepal width': the number is infinite"),
@@ -270,18 +270,18 @@ MISTAKES_IN_CELLS = {
         lambda frame: frame.drop(columns=["petal width", "sepal width"]),
         "has no columns 'sepal width', 'petal width'; it has 'id', 'sepal length', 'petal length', 'species'",
     ),
-    "no rows": (lambda frame: frame[:0], "holds no rows"),
+    "no rows": (lambda frame: frame[:0], "has no rows"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES_IN_CELLS)
-def test_a_mistake_in_the_data_is_named(folder: Path, tmp_path: Path, mistake: str) -> None:
-    edit, message = MISTAKES_IN_CELLS[mistake]
+@pytest.mark.parametrize("error", ERRORS_IN_CELLS)
+def test_errors_name_the_cell_or_column(folder: Path, tmp_path: Path, error: str) -> None:
+    edit, message = ERRORS_IN_CELLS[error]
     path = edited(folder, tmp_path, edit)
-    told = fail("score", folder / "model.safetensors", path, "-o", tmp_path / "s.csv")
-    assert repr(str(path)) in told
-    assert message in told
-    if mistake not in ("no column", "no rows"):
+    reported = fail("score", folder / "model.safetensors", path, "-o", tmp_path / "s.csv")
+    assert repr(str(path)) in reported
+    assert message in reported
+    if error not in ("no column", "no rows"):
         fitting = ["fit", path, "--label", "species", "--ignore", "id", "-o", tmp_path / "m.safetensors"]
         assert message in fail(*fitting)
         assert message in fail("landscape", path, "--label", "species", "--ignore", "id")
@@ -290,7 +290,7 @@ def test_a_mistake_in_the_data_is_named(folder: Path, tmp_path: Path, mistake: s
 
 NPY = io.BytesIO()
 np.save(NPY, np.eye(2))
-MISTAKES_IN_FILES: dict[str, tuple[str, bytes | None, str]] = {
+ERRORS_IN_FILES: dict[str, tuple[str, bytes | None, str]] = {
     "absent": ("absent.csv", None, "There is no file"),
     "unknown suffix": ("data.xlsx", b"x", "must end in .csv or .csv.gz or .parquet or .npz"),
     "empty": ("data.csv", b"", "is not a usable CSV file (No columns to parse from file)"),
@@ -299,63 +299,63 @@ MISTAKES_IN_FILES: dict[str, tuple[str, bytes | None, str]] = {
     "not text": ("data.csv", b"\xff\xfe\x00\x01\x80", "is not a usable CSV file"),
     "cut gzip": ("data.csv.gz", gzip.compress(b"a,species\n1,x\n" * 99)[:30], "is not a usable CSV file"),
     "broken parquet": ("data.parquet", b"PAR1 and no more", "is not a usable PARQUET file"),
-    "single array": ("data.npz", NPY.getvalue(), "is not a usable NPZ file (it holds a single array"),
+    "single array": ("data.npz", NPY.getvalue(), "is not a usable NPZ file (the file is a single array"),
     "broken npz": ("data.npz", b"PK\x03\x04 and no more", "is not a usable NPZ file"),
     "other separator": ("data.csv", b"a;b;species\n1;2;x\n", "has no column 'species'; it has 'a;b;species'"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES_IN_FILES)
-def test_a_broken_file_is_named(folder: Path, tmp_path: Path, mistake: str) -> None:
-    name, content, message = MISTAKES_IN_FILES[mistake]
+@pytest.mark.parametrize("error", ERRORS_IN_FILES)
+def test_errors_name_a_broken_file(folder: Path, tmp_path: Path, error: str) -> None:
+    name, content, message = ERRORS_IN_FILES[error]
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    told = fail("fit", path, "--label", "species", "-o", tmp_path / "m.safetensors")
-    assert repr(str(path)) in told
-    assert message in told
-    told = fail("score", folder / "model.safetensors", path, "--label", "species", "-o", tmp_path / "s.csv")
-    assert message in told
+    reported = fail("fit", path, "--label", "species", "-o", tmp_path / "m.safetensors")
+    assert repr(str(path)) in reported
+    assert message in reported
+    reported = fail("score", folder / "model.safetensors", path, "--label", "species", "-o", tmp_path / "s.csv")
+    assert message in reported
     assert not [p for p in tmp_path.iterdir() if p != path]
 
 
-MISTAKES_IN_NPZ: dict[str, tuple[dict[str, Any], str]] = {
-    "no X": ({"Z": np.eye(3)}, "it needs an array 'X' and has 'Z'"),
+ERRORS_IN_NPZ: dict[str, tuple[dict[str, Any], str]] = {
+    "no X": ({"Z": np.eye(3)}, "the array 'X' is missing; the file has 'Z'"),
     "objects": ({"X": np.array([[1, "a"]], dtype=object)}, "Object arrays cannot be loaded"),
-    "one dimension": ({"X": np.arange(3.0)}, "X must have shape (points, features), it has (3,)"),
-    "names": ({"X": np.eye(3), "feature_names": ["a", "b"]}, "X has 3 columns and feature_names 2 names"),
+    "one dimension": ({"X": np.arange(3.0)}, "X must have shape (points, features), got (3,)"),
+    "names": ({"X": np.eye(3), "feature_names": ["a", "b"]}, "X has 3 columns and feature_names has 2 names"),
     "equal names": ({"X": np.eye(3), "feature_names": ["a", "b", "a"]}, "more than one column 'a'"),
     "labels": ({"X": np.eye(3), "y": np.arange(2)}, "X has 3 rows and y has shape (2,)"),
     "a feature y": ({"X": np.eye(2), "y": np.arange(2), "feature_names": ["x", "y"]}, "rename the feature"),
     "complex": ({"X": np.eye(2) * 1j, "y": np.arange(2)}, "column 'x0' holds complex128, not real numbers"),
-    "no labels": ({"X": np.eye(2)}, "Which column of"),
+    "no labels": ({"X": np.eye(2)}, "Name the label column of"),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES_IN_NPZ)
-def test_a_wrong_npz_is_named(tmp_path: Path, mistake: str) -> None:
-    arrays, message = MISTAKES_IN_NPZ[mistake]
+@pytest.mark.parametrize("error", ERRORS_IN_NPZ)
+def test_errors_in_npz_files(tmp_path: Path, error: str) -> None:
+    arrays, message = ERRORS_IN_NPZ[error]
     np.savez(tmp_path / "data.npz", **arrays)
     assert message in fail("fit", tmp_path / "data.npz", "-o", tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_mistakes_in_labels(folder: Path, tmp_path: Path) -> None:
+def test_errors_in_labels(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "m.safetensors"
     train = folder / "train.csv"
     assert "has no column 'kind'; it has 'id', 'sepal length'" in fail("fit", train, "--label", "kind", "-o", output)
     assert "has no column 'ID'" in fail("fit", train, "--label", "species", "--ignore", "ID", "-o", output)
-    assert "Say so with --label; it has 'id'" in fail("fit", train, "-o", output)
-    told = fail("fit", train, "--label", "species", "-o", output)
-    assert "row 0, column 'id': 'flower" in told
-    assert "is not a number (100 such cells in the column)" in told
+    assert "with --label; the file has 'id'" in fail("fit", train, "-o", output)
+    reported = fail("fit", train, "--label", "species", "-o", output)
+    assert "row 0, column 'id': 'flower" in reported
+    assert "is not a number (100 cells of the column are not numbers)" in reported
     unlabelled = edited(folder, tmp_path, put(4, "species", None))
-    told = fail("fit", unlabelled, "--label", "species", "--ignore", "id", "-o", output)
-    assert "row 4, column 'species': the label is missing (1 rows in all)" in told
+    reported = fail("fit", unlabelled, "--label", "species", "--ignore", "id", "-o", output)
+    assert "row 4, column 'species': the label is missing (1 rows in total)" in reported
     single = edited(folder, tmp_path, lambda frame: frame.assign(species="x"))
     assert "single class 'x'" in fail("fit", single, "--label", "species", "--ignore", "id", "-o", output)
     ignored = [item for column in ["id", *FEATURES] for item in ("--ignore", column)]
-    assert "no column of numbers besides the label" in fail("fit", train, "--label", "species", *ignored, "-o", output)
+    assert "no feature column besides the label" in fail("fit", train, "--label", "species", *ignored, "-o", output)
     assert not output.exists()
 
 
@@ -366,29 +366,27 @@ def test_mistakes_in_labels(folder: Path, tmp_path: Path) -> None:
         ("", "its name must end in .csv or .parquet"),
         ("s.xlsx", "its name must end in .csv or .parquet"),
         ("taken.csv", "it is a folder"),
-        ("new.csv", "overwrite their own input"),
+        ("new.csv", "The output is the input file"),
     ],
 )
-def test_an_output_that_cannot_be_written_is_refused_first(
+def test_an_unwritable_output_is_rejected_before_any_work(
     folder: Path, tmp_path: Path, output: str, message: str
 ) -> None:
     (tmp_path / "taken.csv").mkdir()
     (tmp_path / "new.csv").write_bytes((folder / "new.csv").read_bytes())
     before = sorted(tmp_path.iterdir())
-    told = fail("score", folder / "model.safetensors", tmp_path / "new.csv", "-o", tmp_path / output)
-    assert message in told
+    reported = fail("score", folder / "model.safetensors", tmp_path / "new.csv", "-o", tmp_path / output)
+    assert message in reported
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "new.csv").read_bytes() == (folder / "new.csv").read_bytes()
 
 
 def test_fit_refuses_to_overwrite_data(folder: Path) -> None:
-    told = fail("fit", folder / "train.npz", "-o", folder / "train.csv")
-    assert "its name must end in .safetensors" in told
+    reported = fail("fit", folder / "train.npz", "-o", folder / "train.csv")
+    assert "its name must end in .safetensors" in reported
 
 
-def test_a_write_that_fails_halfway_leaves_the_old_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "s.csv"
     output.write_text("old")
 
@@ -403,13 +401,13 @@ def test_a_write_that_fails_halfway_leaves_the_old_file(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file modes")
-def test_scores_are_as_readable_as_other_files(folder: Path, tmp_path: Path) -> None:
+def test_scores_have_the_default_file_mode(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("")
     succeed("score", folder / "model.safetensors", folder / "new.csv", "-o", tmp_path / "s.csv")
     assert (tmp_path / "s.csv").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_mistakes_with_the_model(folder: Path, part: Partition, tmp_path: Path) -> None:
+def test_errors_in_the_model_file(folder: Path, part: Partition, tmp_path: Path) -> None:
     rest = [folder / "new.csv", "-o", tmp_path / "s.csv"]
     assert "There is no file" in fail("score", tmp_path / "absent.safetensors", *rest)
     assert "is not a complete safetensors file" in fail("score", folder / "new.csv", *rest)
@@ -418,13 +416,13 @@ def test_mistakes_with_the_model(folder: Path, part: Partition, tmp_path: Path) 
     assert not (tmp_path / "s.csv").exists()
 
 
-def test_mistakes_with_rows_and_ids(folder: Path, tmp_path: Path) -> None:
+def test_errors_in_rows_and_ids(folder: Path, tmp_path: Path) -> None:
     model, new = folder / "model.safetensors", folder / "new.csv"
-    assert "has no row 50: its 50 rows count from 0" in fail("explain", model, new, "--row", 50)
+    assert "has no row 50; it has the rows 0 to 49" in fail("explain", model, new, "--row", 50)
     named = pd.read_csv(new).rename(columns={"id": "trust"})
     named.to_csv(tmp_path / "named.csv", index=False)
     arguments = ["score", model, tmp_path / "named.csv", "-o", tmp_path / "s.csv", "--id", "trust"]
-    assert "'trust' would hide a score" in fail(*arguments)
+    assert "--id 'trust' is also the name of a score" in fail(*arguments)
     assert not (tmp_path / "s.csv").exists()
 
 
@@ -441,17 +439,17 @@ def test_mistakes_with_rows_and_ids(folder: Path, tmp_path: Path) -> None:
         ["dance"],
     ],
 )
-def test_mistakes_in_the_command_line(arguments: list[str]) -> None:
+def test_wrong_arguments_exit_with_code_2(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-def test_an_unknown_solver_is_a_mistake_of_one_line(folder: Path, tmp_path: Path) -> None:
-    told = fail("fit", folder / "train.npz", "-o", tmp_path / "m.safetensors", "--solver", "abacus")
-    assert "abacus" in told
+def test_an_unknown_solver_is_a_one_line_error(folder: Path, tmp_path: Path) -> None:
+    reported = fail("fit", folder / "train.npz", "-o", tmp_path / "m.safetensors", "--solver", "abacus")
+    assert "abacus" in reported
 
 
-def test_cells_keep_their_last_bit(rng: np.random.Generator, tmp_path: Path) -> None:
-    """Text to float64 and back, and numbers that pandas keeps as objects or nullable integers."""
+def test_numbers_are_read_exactly(rng: np.random.Generator, tmp_path: Path) -> None:
+    """Text to float64 and back, and numbers that pandas stores as objects or nullable integers."""
     X = rng.normal(size=(100, 2)) * 10.0 ** rng.integers(-12, 12, size=(100, 2))
     pd.DataFrame(X, columns=["a", "b"]).to_csv(tmp_path / "d.csv", index=False)
     np.testing.assert_array_equal(numbers(read_table(tmp_path / "d.csv"), ["a", "b"]), X)
@@ -465,8 +463,8 @@ def test_cells_keep_their_last_bit(rng: np.random.Generator, tmp_path: Path) -> 
 
 def test_dates_are_not_numbers(tmp_path: Path) -> None:
     pd.DataFrame({"when": pd.to_datetime(["2020-01-01", "2021-01-01"]), "y": [0, 1]}).to_parquet(tmp_path / "d.parquet")
-    told = fail("fit", tmp_path / "d.parquet", "--label", "y", "-o", tmp_path / "m.safetensors")
-    assert "column 'when' holds datetime64" in told
+    reported = fail("fit", tmp_path / "d.parquet", "--label", "y", "-o", tmp_path / "m.safetensors")
+    assert "column 'when' holds datetime64" in reported
 
 
 def test_an_index_of_a_parquet_file_is_not_a_feature(folder: Path, tmp_path: Path) -> None:
@@ -478,16 +476,16 @@ def test_an_index_of_a_parquet_file_is_not_a_feature(folder: Path, tmp_path: Pat
     assert backward["row"].tolist() == forward["row"].tolist()
 
 
-def test_as_a_program(tmp_path: Path) -> None:
-    """In a process of its own, a mistake is one line on standard error."""
+def test_errors_in_a_separate_process(tmp_path: Path) -> None:
+    """The error is one line on standard error, and the exit code is 1."""
     command = [sys.executable, "-m", "sepc_torch.cli", "fit", str(tmp_path / "absent.csv"), "-o", "model.safetensors"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"sepc: There is no file '.*absent.csv'\.\n", done.stderr)
 
 
-def test_help_is_quick() -> None:
-    """It loads neither torch nor pandas."""
+def test_importing_the_command_line_is_fast() -> None:
+    """Importing the command line loads neither torch nor pandas."""
     code = (
         "import sys; import sepc_torch.cli; print(sorted({'torch', 'pandas', 'sklearn', 'cvxpy'} & set(sys.modules)))"
     )

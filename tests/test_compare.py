@@ -1,4 +1,4 @@
-"""The one-call comparison: its numbers by hand, a planted case, every kind of input, and every error."""
+"""The one-call comparison: agreement with the metrics, a constructed case, input types, and input errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 import sepc_torch
 from sepc_torch import Comparison, TrustHead, compare, metrics
 from sepc_torch.metrics.baselines import baseline_scores
-from sepc_torch.metrics.compare import TITLES, _classes_of, _given, _Wanted
+from sepc_torch.metrics.compare import TITLES
+from sepc_torch.metrics.compare_inputs import InputFormat, classes_of_head
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -23,7 +24,7 @@ CLASSES, DIM, TRAIN, TEST = 3, 4, 150, 240
 
 @dataclass(frozen=True)
 class Case:
-    """Three classes, a network that errs on a fifth of the rows, and unknown rows between the classes."""
+    """Three classes, a network that errs on a fifth of the rows, and unknown rows away from the classes."""
 
     z: Array
     y: Array
@@ -37,7 +38,7 @@ class Case:
 
     @property
     def five(self) -> tuple[Any, ...]:
-        """The arguments that everybody has."""
+        """The five required arguments."""
         return self.z, self.y, self.test_z, self.test_y, self.test_logits
 
 
@@ -70,8 +71,8 @@ def same(a: Comparison, b: Comparison) -> bool:
     )
 
 
-def test_numbers_are_those_of_the_metrics(case: Case) -> None:
-    """As many unknown rows as known ones: the joint task takes them all."""
+def test_rows_agree_with_the_metrics(case: Case) -> None:
+    """With as many unknown rows as known ones, the joint task uses all rows."""
     known = slice(0, len(case.ood))
     test_z, test_y, test_logits = case.test_z[known], case.test_y[known], case.test_logits[known]
     found = quiet(
@@ -124,7 +125,7 @@ def test_numbers_are_those_of_the_metrics(case: Case) -> None:
             assert math.isnan(got["ece"]), "not a probability"
 
 
-def test_neighbours_know_better_than_a_network_that_is_sure_of_its_mistakes(case: Case) -> None:
+def test_sepc_detects_mistakes_of_an_overconfident_network(case: Case) -> None:
     wrong = case.test_logits.argmax(axis=1) != case.test_y
     logits = np.where(wrong[:, None], 3.0, 1.0) * case.test_logits
     found = quiet(case.z, case.y, case.test_z, case.test_y, logits)
@@ -135,7 +136,7 @@ def test_neighbours_know_better_than_a_network_that_is_sure_of_its_mistakes(case
     assert found.best("aurc") != "max softmax"
 
 
-def test_the_default_split_judges_rows_that_calibrated_nothing(case: Case) -> None:
+def test_the_default_split_separates_calibration_from_evaluation(case: Case) -> None:
     mine = TrustHead.fit(case.z, case.y)
     found = quiet(*case.five, head=mine)
     judged = np.isin(np.arange(TEST), found.judged)
@@ -153,12 +154,12 @@ def test_the_default_split_judges_rows_that_calibrated_nothing(case: Case) -> No
     assert quiet(*case.five, seed=1, head=mine).judged.tolist() != found.judged.tolist()
 
 
-def test_same_input_same_table(case: Case) -> None:
+def test_equal_inputs_give_equal_tables(case: Case) -> None:
     options = {"logits_ood": case.ood_logits, "seed": 3}
     assert same(quiet(*case.five, case.ood, **options), quiet(*case.five, case.ood, **options))
 
 
-def test_labels_of_any_kind_and_containers_of_any_kind(case: Case) -> None:
+def test_label_types_and_containers(case: Case) -> None:
     import pandas as pd
 
     expected = quiet(*case.five)
@@ -185,26 +186,26 @@ def test_without_logits_of_unknown_rows_some_cells_are_empty(case: Case) -> None
     full = quiet(*case.five, case.ood, logits_ood=case.ood_logits, head=mine)
     found = quiet(*case.five, case.ood, head=mine)
     for name in ("unknown_auroc", "fpr95"):
-        assert row(found, "SEP-C")[name] == row(full, "SEP-C")[name], "strangeness needs no logits"
+        assert row(found, "SEP-C")[name] == row(full, "SEP-C")[name], "the nonconformity score needs no logits"
     assert math.isnan(row(found, "SEP-C")["scod_aurc"])
     for score in ("SEP-C joint", "paper's trust", "energy", "TrustScore", "one ellipsoid, ratio"):
         assert math.isnan(row(found, score)["unknown_auroc"])
     for score in ("Mahalanobis", "relative Mahalanobis++", "Gaussian per class", "k-NN (Sun)"):
         assert row(found, score) == pytest.approx(row(full, score), nan_ok=True)
-    assert "only with logits_ood" in str(found)
-    assert "only with logits_ood" not in str(full)
+    assert "needs logits_ood" in str(found)
+    assert "needs logits_ood" not in str(full)
 
 
 @pytest.mark.parametrize("unknown", [1, 400])
-def test_the_joint_task_takes_equal_numbers(case: Case, rng: Rng, unknown: int) -> None:
+def test_the_joint_task_draws_equal_numbers(case: Case, rng: Rng, unknown: int) -> None:
     ood = rng.normal(size=(unknown, DIM)) - 2.0
     found = quiet(*case.five, ood, logits_ood=ood[:, :3], head=TrustHead.fit(case.z, case.y))
     size = min(unknown, TEST // 2)
     assert f"SCOD-AURC: {size} known, {size} unknown" in found.caption
-    assert all(0.0 <= row["scod_aurc"] <= 0.5 for row in found.rows), "accepting everything costs half the unknowns"
+    assert all(0.0 <= row["scod_aurc"] <= 0.5 for row in found.rows), "an unknown row costs at most one half"
 
 
-def test_a_given_head_is_used_and_left_as_it_was(case: Case) -> None:
+def test_a_given_head_is_copied(case: Case) -> None:
     mine = TrustHead.fit(case.z, case.y, dim=2)
     before = {key: copy.clone() for key, copy in mine.state_dict().items() if isinstance(copy, torch.Tensor)}
     found = quiet(*case.five, head=mine)
@@ -214,7 +215,7 @@ def test_a_given_head_is_used_and_left_as_it_was(case: Case) -> None:
     assert same(found, quiet(*case.five, dim=2))
 
 
-def test_a_row_without_direction_is_trusted_least(case: Case) -> None:
+def test_a_row_of_zeros_has_the_lowest_trust(case: Case) -> None:
     mine = TrustHead.fit(case.z, case.y, nan_policy="flag")
     test_z = case.test_z.copy()
     test_z[0] = 0.0
@@ -222,7 +223,7 @@ def test_a_row_without_direction_is_trusted_least(case: Case) -> None:
     assert row(found, "SEP-C")["unknown_auroc"] > 0.99
 
 
-def test_it_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     z, y, test_z, test_y, logits = case.five
     found = compare(z, y, test_z, test_y, logits, case.ood, logits_ood=case.ood_logits)
     text = capsys.readouterr().out
@@ -236,7 +237,7 @@ def test_it_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.Capture
         values = found.to_pandas()[column]
         better = values.max() if column in ("failure_auroc", "unknown_auroc") else values.min()
         assert values[found.best(column)] == better
-    assert text.count("*") >= len(found.columns) + 1, "one in every column, and one explains it"
+    assert text.count("*") >= len(found.columns) + 1, "one in every column, and one in the caption"
     assert len(found.caption.splitlines()) == 2
     assert f"accuracy {found.accuracy:.1%}" in found.caption
     assert repr(found).startswith("Comparison(19 scores, 120 test rows, 150 unknown rows")
@@ -244,7 +245,7 @@ def test_it_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.Capture
     assert capsys.readouterr().out == ""
 
 
-def test_without_mistakes_nothing_ranks_them(case: Case) -> None:
+def test_a_network_without_mistakes(case: Case) -> None:
     found = quiet(*case.five[:4], np.eye(CLASSES)[case.test_y])
     assert row(found, "SEP-C")["aurc"] == 0.0
     assert "0 mistakes, accuracy 100.0%" in str(found)
@@ -254,7 +255,7 @@ def test_without_mistakes_nothing_ranks_them(case: Case) -> None:
         found.best("fpr95")
 
 
-def test_names_are_public() -> None:
+def test_compare_is_public() -> None:
     assert {"compare", "Comparison"} <= set(sepc_torch.__all__)
 
 
@@ -288,32 +289,32 @@ Change = Callable[[Case], dict[str, Any]]
         (
             lambda c: {"z_test": c.test_z[:39], "y_test": c.test_y[:39], "logits_test": c.test_logits[:39]},
             ValueError,
-            "39 are too few for that; give at least 40, or other rows as calibration=",
+            "39 rows are too few; pass at least 40 test rows, or other rows as calibration=",
         ),
         (lambda c: {"classes": [0, 1, 2, 3]}, ValueError, r"classes names \[3\], but y holds no point"),
         (lambda c: {"seed": -1}, ValueError, "seed must be an integer of at least 0"),
         (lambda c: {"dimension": 3}, TypeError, "unexpected keyword argument 'dimension'"),
     ],
 )
-def test_errors_say_what_is_wrong(case: Case, change: Change, error: type[Exception], message: str) -> None:
+def test_input_errors(case: Case, change: Change, error: type[Exception], message: str) -> None:
     arguments = dict(zip(("z_train", "y_train", "z_test", "y_test", "logits_test"), case.five, strict=True))
     with pytest.raises(error, match=message):
         quiet(**(arguments | change(case)))
 
 
-def test_errors_about_what_the_types_forbid() -> None:
-    """Called below the public function, whose annotations are checked while testing."""
-    wanted = _Wanted([0, 1], 2, torch.device("cpu"), direction=False)
-    for given, came in ((("z", "y"), "2 things"), (np.zeros(3), "ndarray")):
+def test_type_errors() -> None:
+    """Calls the checks directly, because the tests check the annotations of the public function first."""
+    form = InputFormat([0, 1], 2, torch.device("cpu"), direction=False)
+    for given, came in ((("z", "y"), "2 items"), (np.zeros(3), "ndarray")):
         with pytest.raises(TypeError, match=f"calibration must be a triple.*got {came}"):
-            _given(given, wanted)
+            form.calibration_rows(given)
     with pytest.raises(TypeError, match="head must be a fitted TrustHead, got a str"):
-        _classes_of("mine", None, {})
+        classes_of_head("mine", None, {})
 
 
 def test_errors_about_a_given_head(case: Case) -> None:
     mine = TrustHead.fit(case.z, case.y)
-    with pytest.raises(ValueError, match="so nothing is fitted with dim"):
+    with pytest.raises(ValueError, match="came together with options for fitting one: dim"):
         quiet(*case.five, head=mine, dim=2)
     with pytest.raises(ValueError, match=r"classes=\[2, 1, 0\] is not the order of the head, \[0, 1, 2\]"):
         quiet(*case.five, head=mine, classes=[2, 1, 0])
@@ -323,7 +324,7 @@ def test_errors_about_a_given_head(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_numbers_are_the_same(case: Case) -> None:
+def test_gpu_agrees_with_cpu(case: Case) -> None:
     expected = quiet(*case.five, case.ood, logits_ood=case.ood_logits)
     there = [torch.from_numpy(given).cuda() for given in (*case.five, case.ood, case.ood_logits)]
     found = quiet(*there[:6], logits_ood=there[6])

@@ -1,8 +1,8 @@
-"""torch.compile without graph breaks and torch.export, in a process of their own.
+"""torch.compile without graph breaks and torch.export, each in a separate process.
 
-The shape checks that the other tests run under are plain Python around every function, which the compiler cannot
-trace; users do not have them. Graphs are captured and run without a code generator, so that no C++ compiler is
-needed.
+The other tests run under shape checks, which wrap every function in Python code that the compiler cannot trace. Users
+run without these checks, and so does the separate process. The backend runs captured graphs without code generation,
+so no C++ compiler is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promises kept over many draws of the calibration points, within the tolerance of a count; exact tails; bad input."""
+"""Conformal guarantees over many draws of the calibration set, exact binomial tails, and input errors."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ from sepc_torch.head.conformal import (
 
 Rng = np.random.Generator
 
-# Of failing one comparison by chance; no test makes a hundred of them, so a right implementation fails a test with less
-# than 1e-6.
+# Probability that one comparison fails by chance. No test makes a hundred comparisons, so a correct implementation
+# fails a test with probability below 1e-6.
 CHANCE = 1e-8
 
 
 def at_most(events: int, draws: int, probability: float) -> bool:
-    """Whether a count of events fits a probability of at most so much."""
+    """Whether a count of events is compatible with a probability of at most ``probability``."""
     return events <= binom.isf(CHANCE, draws, probability)
 
 
 def about(events: int, draws: int, probability: float) -> bool:
-    """Whether a count of events fits exactly this probability."""
+    """Whether a count of events is compatible with exactly this probability."""
     return binom.ppf(CHANCE / 2, draws, probability) <= events <= binom.isf(CHANCE / 2, draws, probability)
 
 
-# Scores 0, 1, ... with equal chances and the error of each: all thresholds of the same risk; good, bad and again good
-# on the way down; a certain score above one that errs half the time; bad on top.
+# Error probability of each score 0, 1, ...; all scores are equally likely. USELESS: every threshold has the same risk.
+# SWINGING: the risk rises, falls and rises again with a decreasing threshold. STEP: one score is always right, the
+# other half the time. BAD_ON_TOP: the highest score errs often.
 USELESS = np.full(8, 0.1)
 SWINGING = np.array([0.25, 0.2, 0.001, 0.02, 0.11, 0.3, 0.02, 0.0])
 STEP = np.array([0.5, 0.0])
@@ -68,7 +69,7 @@ BAD_ON_TOP = np.array([0.4, 0.2, 0.06, 0.0, 0.0, 0.1, 0.1, 0.35])
     ],
     ids=["useless", "useless, few points", "useless, ties", "swinging", "step", "bad on top"],
 )
-def test_the_risk_is_kept(
+def test_risk_thresholds_keep_the_risk(
     rng: Rng, error: np.ndarray, ties: bool, points: int, risk: float, delta: float, attained: bool
 ) -> None:
     draws, failed, found = 1500, 0, 0
@@ -84,27 +85,27 @@ def test_the_risk_is_kept(
     assert at_most(failed, draws, delta)
     assert found > 0
     if attained:
-        # Not only kept but used up: the level is the highest there is, but for the steps of few points.
+        # The failure rate nearly attains delta: no higher level is valid, up to the discreteness of few points.
         assert failed > binom.ppf(CHANCE, draws, 0.85 * delta)
 
 
 @pytest.mark.parametrize(("risk", "delta"), [(0.3, 0.2), (0.1, 0.4), (0.5, 0.05)])
-def test_the_search_level_by_enumeration(risk: float, delta: float) -> None:
+def test_the_search_level_against_enumeration(risk: float, delta: float) -> None:
     points = 12
     paths = np.array(list(itertools.product([0, 1], repeat=points))).cumsum(axis=1)
     n = np.arange(1, points + 1)
     chance = risk ** paths[:, -1] * (1 - risk) ** (points - paths[:, -1])
     least_tail = binom.cdf(paths, n, risk).min(axis=1)
 
-    def all_errs(level: float) -> float:
+    def failure(level: float) -> float:
         return float(chance[least_tail <= level].sum())
 
     level = search_level(points, risk, delta)
-    assert level == delta or all_errs(1.0101 * level) > delta
-    assert all_errs(level) <= delta + 1e-12
+    assert level == delta or failure(1.0101 * level) > delta
+    assert failure(level) <= delta + 1e-12
 
 
-def test_the_record_is_about_the_points_from_the_threshold_on(rng: Rng) -> None:
+def test_the_statistics_describe_the_accepted_points(rng: Rng) -> None:
     for _ in range(30):
         correct = rng.random(400) < 0.85
         score = torch.from_numpy(np.round(rng.normal(size=400) + 2 * correct, int(rng.integers(0, 3))))
@@ -126,7 +127,7 @@ def test_the_record_is_about_the_points_from_the_threshold_on(rng: Rng) -> None:
         assert risk_threshold(score[order], right[order], risk=0.1, delta=0.1) == result
 
 
-def test_a_threshold_means_the_same_in_the_dtype_of_the_scores(rng: Rng) -> None:
+def test_the_threshold_is_exact_in_the_dtype_of_the_scores(rng: Rng) -> None:
     correct = torch.from_numpy(rng.random(300) < 0.97)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         score = torch.from_numpy(rng.random(300)).to(dtype)
@@ -137,7 +138,7 @@ def test_a_threshold_means_the_same_in_the_dtype_of_the_scores(rng: Rng) -> None
 
 @pytest.mark.parametrize(("points", "right"), [(500, False), (44, True), (1, True)], ids=["wrong", "few", "one"])
 def test_nothing_qualifies(rng: Rng, points: int, right: bool) -> None:
-    """Even if all are right, 45 points are needed: 0.95 ** 44 is 0.105 and 0.95 ** 45 is 0.099."""
+    """Even if all predictions are right, 45 points are needed: 0.95 ** 44 is 0.105 and 0.95 ** 45 is 0.099."""
     score = torch.from_numpy(rng.normal(size=points))
     result = risk_threshold(score, torch.full((points,), right), risk=0.05, delta=0.1)
     assert result == RiskThreshold(math.inf, 0.0, 0, 0, 1.0, result.level, found=False)
@@ -152,7 +153,7 @@ def test_just_enough_points_qualify(rng: Rng) -> None:
     assert result.threshold == float(score.min())
 
 
-def test_scores_of_minus_infinity_are_the_last(rng: Rng) -> None:
+def test_scores_of_minus_infinity_are_accepted_last(rng: Rng) -> None:
     score = torch.from_numpy(rng.random(200))
     score[:50] = -torch.inf
     correct = torch.arange(200) >= 50
@@ -175,7 +176,7 @@ def test_binomial_tails_are_exact(rng: Rng) -> None:
 
 @pytest.mark.parametrize(("points", "rate"), [(19, 0.1), (99, 0.29), (50, 0.1), (9, 0.99)])
 @pytest.mark.parametrize("ties", [False, True])
-def test_ordinary_points_are_rarely_flagged(rng: Rng, points: int, rate: float, ties: bool) -> None:
+def test_the_flag_rate_is_kept(rng: Rng, points: int, rate: float, ties: bool) -> None:
     draws, flagged = 2000, 0
     for _ in range(draws):
         score = torch.from_numpy(rng.geometric(0.3, points + 1) * 1.0 if ties else rng.normal(size=points + 1))
@@ -185,31 +186,31 @@ def test_ordinary_points_are_rarely_flagged(rng: Rng, points: int, rate: float, 
     assert ties or about(flagged, draws, k / (points + 1))
 
 
-def test_flags_need_enough_points(rng: Rng) -> None:
+def test_flag_thresholds_need_enough_points(rng: Rng) -> None:
     score = torch.from_numpy(rng.normal(size=19))
-    assert flag_threshold(score, 0.05) == float(score.min())  # 0.05 of 20 is one
-    assert flag_threshold(torch.arange(1.0, 100.0), 0.29) == 29.0  # though 0.29 * 100 is a hair less than 29
+    assert flag_threshold(score, 0.05) == float(score.min())  # 0.05 * 20 = 1
+    assert flag_threshold(torch.arange(1.0, 100.0), 0.29) == 29.0  # although 0.29 * 100 < 29 in floating point
     assert flag_threshold(score[1:], 0.05) == -math.inf
     assert flag_threshold(score[:1], 0.999) == float(score[0])
 
 
-def test_p_values_by_counting(rng: Rng) -> None:
+def test_p_values_against_counting(rng: Rng) -> None:
     for dtype in (torch.float32, torch.float64):
         calibration = torch.from_numpy(rng.integers(0, 20, 57)).to(dtype)
-        strangeness = torch.from_numpy(rng.integers(-1, 22, 200)).to(dtype)
-        strangeness[:2] = torch.tensor([torch.inf, -torch.inf])
-        found = conformal_p_value(calibration, strangeness)
-        counted = (1 + (calibration >= strangeness[:, None]).sum(dim=1)) / 58
+        scores = torch.from_numpy(rng.integers(-1, 22, 200)).to(dtype)
+        scores[:2] = torch.tensor([torch.inf, -torch.inf])
+        found = conformal_p_value(calibration, scores)
+        counted = (1 + (calibration >= scores[:, None]).sum(dim=1)) / 58
         assert found.dtype == dtype
         assert torch.allclose(found, counted.to(dtype))
-        assert torch.equal(p_value_from_sorted(sorted_calibration(calibration), strangeness), found)
-        # A buffer in another dtype, and one that is not contiguous.
-        assert torch.equal(conformal_p_value(calibration.double(), strangeness), found)
-        assert torch.equal(conformal_p_value(calibration.repeat_interleave(2)[::2], strangeness), found)
+        assert torch.equal(p_value_from_sorted(sorted_calibration(calibration), scores), found)
+        # A calibration tensor of another dtype, and a non-contiguous one.
+        assert torch.equal(conformal_p_value(calibration.double(), scores), found)
+        assert torch.equal(conformal_p_value(calibration.repeat_interleave(2)[::2], scores), found)
 
 
-def test_p_values_of_ordinary_points_are_uniform(rng: Rng) -> None:
-    """Every value j / (M + 1) has the same chance; with ties, small ones have less."""
+def test_p_values_of_the_calibration_distribution_are_uniform(rng: Rng) -> None:
+    """Every value j / (M + 1) has the same probability; with ties, small values have a smaller one."""
     points, draws = 7, 2000
     smooth, tied = (
         torch.stack([conformal_p_value(row[1:], row[:1])[0] for row in torch.from_numpy(sample)])
@@ -223,45 +224,45 @@ def test_p_values_of_ordinary_points_are_uniform(rng: Rng) -> None:
 
 
 def test_p_values_hold_within_every_class(rng: Rng) -> None:
-    """The rare class is the strange one; against all points together its members would be called strange too often."""
+    """The rare class has the larger scores; a p-value against all points together would be too small for it."""
     draws, points, levels = 2000, 60, (0.05, 0.2, 1 / 3, 0.5)
     small = np.zeros((2, 4), dtype=int)
     seen = np.zeros(2, dtype=int)
     for _ in range(draws):
         label = torch.from_numpy((rng.random(points) < 0.1).astype(np.int64))
         c = label[0] = int(rng.integers(2))
-        strangeness = torch.from_numpy(rng.normal(size=points)) + 5.0 * label
-        known = class_calibration(strangeness[1:], label[1:], classes=2)
+        scores = torch.from_numpy(rng.normal(size=points)) + 5.0 * label
+        known = class_calibration(scores[1:], label[1:], classes=2)
         seen[c] += 1
-        small[c] += float(class_p_value(known, strangeness[:1], label[:1])) <= np.array(levels) + 1e-9
+        small[c] += float(class_p_value(known, scores[:1], label[:1])) <= np.array(levels) + 1e-9
     for c in range(2):
         for events, level in zip(small[c], levels, strict=True):
             assert at_most(int(events), int(seen[c]), level)
 
 
-def test_class_p_values_by_counting(rng: Rng) -> None:
+def test_class_p_values_against_counting(rng: Rng) -> None:
     for points in (1, 2, 3, 8, 64, 65):
         label = torch.from_numpy(rng.integers(0, 4, points))
         calibration = torch.from_numpy(rng.integers(0, 9, points) * 1.0)
         known = class_calibration(calibration, label, classes=6)
         assert known.counts.tolist() == torch.bincount(label, minlength=6).tolist()
-        strangeness = torch.from_numpy(rng.integers(-1, 11, 300) * 1.0)
-        strangeness[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+        scores = torch.from_numpy(rng.integers(-1, 11, 300) * 1.0)
+        scores[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
         asked = torch.from_numpy(rng.integers(-1, 7, 300))
         same = label == asked[:, None]
-        as_strange = same & (calibration >= torch.where(strangeness.isnan(), torch.inf, strangeness)[:, None])
-        counted = (1 + as_strange.sum(dim=1)).double() / (1 + same.sum(dim=1))
-        assert torch.equal(class_p_value(known, strangeness, asked), counted)
+        as_large = same & (calibration >= torch.where(scores.isnan(), torch.inf, scores)[:, None])
+        counted = (1 + as_large.sum(dim=1)).double() / (1 + same.sum(dim=1))
+        assert torch.equal(class_p_value(known, scores, asked), counted)
 
 
-def test_a_class_without_calibration_calls_nothing_strange() -> None:
+def test_a_class_without_calibration_points_has_p_value_one() -> None:
     known = class_calibration(torch.rand(5), torch.zeros(5, dtype=torch.int64), classes=2)
     assert known.counts.tolist() == [5, 0]
     found = class_p_value(known, torch.tensor([0.5, 9.0, torch.nan, 9.0]), torch.tensor([1, 1, 1, -1]))
     assert found.tolist() == [1.0] * 4
 
 
-def test_nan_is_the_strangest() -> None:
+def test_nan_counts_as_infinity() -> None:
     calibration = torch.tensor([1.0, 2.0, torch.inf])
     found = conformal_p_value(calibration, torch.tensor([torch.nan, torch.inf, 5.0]))
     assert found.tolist() == [0.5, 0.5, 0.5]
@@ -269,21 +270,21 @@ def test_nan_is_the_strangest() -> None:
 
 
 @pytest.mark.gpu
-def test_p_values_on_a_gpu_need_no_wait(rng: Rng) -> None:
-    calibration, strangeness = (torch.from_numpy(rng.normal(size=n)) for n in (1000, 300))
+def test_p_values_on_a_gpu_do_not_synchronise(rng: Rng) -> None:
+    calibration, scores = (torch.from_numpy(rng.normal(size=n)) for n in (1000, 300))
     label, asked = (torch.from_numpy(rng.integers(0, 5, n)) for n in (1000, 300))
     ordered, known = sorted_calibration(calibration), class_calibration(calibration, label, classes=5)
-    on_gpu: list[Tensor] = [t.cuda() for t in (ordered, strangeness, asked, *known)]
+    on_gpu: list[Tensor] = [t.cuda() for t in (ordered, scores, asked, *known)]
     with waiting_is_an_error():
         plain = p_value_from_sorted(on_gpu[0], on_gpu[1])
         by_class = class_p_value(type(known)(*on_gpu[3:]), on_gpu[1], on_gpu[2])
-    # CUDA divides by a number that is the same for all by multiplying with its inverse: the last bit may differ.
-    assert torch.allclose(plain.cpu(), p_value_from_sorted(ordered, strangeness), rtol=1e-15, atol=0)
-    assert torch.allclose(by_class.cpu(), class_p_value(known, strangeness, asked), rtol=1e-15, atol=0)
+    # CUDA divides by a scalar by multiplying with its inverse: the last bit may differ.
+    assert torch.allclose(plain.cpu(), p_value_from_sorted(ordered, scores), rtol=1e-15, atol=0)
+    assert torch.allclose(by_class.cpu(), class_p_value(known, scores, asked), rtol=1e-15, atol=0)
 
 
-def test_p_values_compile_and_the_import_is_light() -> None:
-    """In a process of its own: the shape checks of the tests are Python that the compiler cannot trace."""
+def test_p_values_compile_and_the_import_needs_no_scipy() -> None:
+    """In a separate process: torch.compile cannot trace the shape checks of the tests."""
     script = textwrap.dedent(
         """
         import sys, torch
@@ -318,7 +319,7 @@ def test_p_values_compile_and_the_import_is_light() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 5.0, math.nan])
-def test_shares_are_shares(share: float) -> None:
+def test_shares_outside_zero_and_one_are_rejected(share: float) -> None:
     score, correct = torch.rand(50), torch.ones(50, dtype=torch.bool)
     with pytest.raises(ValueError, match="risk must lie between 0 and 1"):
         risk_threshold(score, correct, share, 0.1)
@@ -328,7 +329,7 @@ def test_shares_are_shares(share: float) -> None:
         flag_threshold(score, share)
 
 
-def test_bad_calibration_is_named() -> None:
+def test_invalid_calibration_points_are_rejected() -> None:
     right = torch.ones(2, dtype=torch.bool)
     holed = torch.tensor([0.5, torch.nan])
     for use in (
@@ -349,12 +350,12 @@ def test_bad_calibration_is_named() -> None:
         class_calibration(torch.rand(2), torch.tensor([0, 2]), classes=2)
 
 
-def test_shapes_and_types_are_named() -> None:
-    """Checked directly: the shape checks of the tests come first."""
+def test_invalid_shapes_and_types_are_rejected() -> None:
+    """Calls the checks directly, because the shape checks of the tests would fail first."""
     with pytest.raises(ValueError, match=r"shape \(M,\); got the shape \(2, 3\)"):
         check_calibration(torch.rand(2, 3))
     for given in ([0.5], np.ones(3), torch.arange(3)):
-        with pytest.raises(TypeError, match="tensor of floating point numbers"):
+        with pytest.raises(TypeError, match="tensor of floating-point numbers"):
             check_calibration(given)
     for flags in (torch.tensor([1, 0]), [True, False]):
         with pytest.raises(TypeError, match="boolean tensor"):

@@ -1,4 +1,4 @@
-"""One convention per quantity, pinned: what a distance, a surface, a volume and a whitener are."""
+"""The conventions of the package: distance, surface, volume, whitener and the paper's form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directions(rng: np.random.Generator, count: int, dim: int) -> Array:
 
 
 def surface(rng: np.random.Generator, e: Ellipsoid, count: int = 200) -> Array:
-    """Points with W (z - c) of length one."""
+    """Points on the surface, where W (z - c) has length one."""
     return e.center + np.linalg.solve(e.whitener, directions(rng, count, e.dim).T).T
 
 
@@ -66,7 +66,7 @@ def test_log_volume_is_minus_log_det(rng: np.random.Generator, dim: int) -> None
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_papers_form_is_symmetric_and_the_same_set(rng: np.random.Generator, dim: int) -> None:
+def test_the_papers_form_is_symmetric_and_describes_the_same_set(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     a, b = e.as_paper()
     np.testing.assert_allclose(a, a.T, atol=1e-14)
@@ -76,7 +76,7 @@ def test_the_papers_form_is_symmetric_and_the_same_set(rng: np.random.Generator,
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_surface_is_inside_in_both_precisions(rng: np.random.Generator, dim: int) -> None:
+def test_the_surface_counts_as_inside_in_float64_and_float32(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     rim = surface(rng, e)
     assert e.contains(rim).all()
@@ -87,7 +87,7 @@ def test_the_surface_is_inside_in_both_precisions(rng: np.random.Generator, dim:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_surface_tolerance_is_the_boundary(rng: np.random.Generator, dim: int) -> None:
+def test_points_count_as_inside_up_to_the_surface_tolerance(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     rays = surface(rng, e) - e.center
     assert e.contains(e.center + (1 + 0.9 * SURFACE_TOLERANCE) * rays).all()
@@ -95,7 +95,7 @@ def test_the_surface_tolerance_is_the_boundary(rng: np.random.Generator, dim: in
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_triangular_whitener_is_the_same_set_in_one_form(rng: np.random.Generator, dim: int) -> None:
+def test_triangular_whitener_is_a_unique_form_of_the_set(rng: np.random.Generator, dim: int) -> None:
     tall = rng.normal(size=(dim + 3, dim))
     rotation = np.linalg.qr(rng.normal(size=(dim + 3, dim + 3)))[0]
     w = triangular_whitener(tall)
@@ -108,15 +108,15 @@ def test_triangular_whitener_is_the_same_set_in_one_form(rng: np.random.Generato
     np.testing.assert_allclose(triangular_whitener(w), w, rtol=1e-12)
 
 
-def test_triangular_whitener_keeps_small_units(rng: np.random.Generator) -> None:
-    """Features in units a million times apart: every column keeps its own relative accuracy."""
+def test_triangular_whitener_is_accurate_in_any_units(rng: np.random.Generator) -> None:
+    """The units of the features differ by up to 1e12; every column keeps its relative accuracy."""
     factor = rng.normal(size=(6, 4))
     units = np.array([1e-6, 1.0, 1e6, 1e3])
     np.testing.assert_allclose(triangular_whitener(factor * units) / units, triangular_whitener(factor), atol=1e-10)
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_affine_image_moves_points_and_set_together(rng: np.random.Generator, dim: int) -> None:
+def test_distances_are_invariant_under_affine_maps(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     matrix, offset = random_whitener(rng, dim), rng.normal(size=dim)
     z = rng.normal(scale=5.0, size=(50, dim))
@@ -125,13 +125,13 @@ def test_affine_image_moves_points_and_set_together(rng: np.random.Generator, di
     assert image.log_volume == pytest.approx(e.log_volume + np.linalg.slogdet(matrix)[1], abs=1e-9)
 
 
-def test_semi_axes_come_longest_first(rng: np.random.Generator) -> None:
+def test_semi_axes_are_sorted_longest_first(rng: np.random.Generator) -> None:
     lengths = np.sort(rng.uniform(0.1, 10, size=5))[::-1]
     rotation = np.linalg.qr(rng.normal(size=(5, 5)))[0]
     e = Ellipsoid(np.zeros(5), (rotation / lengths) @ rotation.T)
     np.testing.assert_allclose(e.semi_axes, lengths, rtol=1e-12)
 
 
-def test_shapes_are_checked_while_testing() -> None:
+def test_shape_annotations_are_checked_in_tests() -> None:
     with pytest.raises(jaxtyping.TypeCheckError, match="whitener"):
         Ellipsoid(np.zeros(2), np.eye(3))

@@ -1,4 +1,4 @@
-"""A user's own joblib backend spreads a fit over machines: here a Dask cluster of two workers."""
+"""``partition`` through a user's joblib backend: a Dask cluster of two workers."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_a_cluster_gives_the_same_partition(rng: np.random.Generator) -> None:
         with joblib.parallel_config(backend="dask"):
             part = partition(X, y)
     done = [task for task in stream.data if "separate" in task["key"]]
-    assert len(done) == 3, "the three classes were not fitted on the cluster"
+    assert len(done) == 3, "not every class was fitted on the cluster"
     assert part == partition(X, y)

@@ -1,4 +1,4 @@
-"""The data sets of the experiments: the same records from the folder and from OpenML, or a clear refusal."""
+"""Data sets of the experiments: equal records from the folder and from OpenML, or a clear error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sklearn.utils import Bunch
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, frame: pd.DataFrame, data_id: int) -> None:
-    """Let OpenML hold this table and nothing else, and SEPC_DATA name no folder."""
+    """Replace OpenML by this one table, and unset SEPC_DATA."""
 
     def fetch(**options: Any) -> Bunch:
         assert options["data_id"] == data_id

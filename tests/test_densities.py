@@ -1,4 +1,4 @@
-"""Densities of classes: Student's t of every region, against references, under changes of coordinates, at the edges."""
+"""Class densities: Student's t against references, invariance under changes of coordinates, and extreme data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rng = np.random.Generator
 
 
 def sample(rng: Rng, sizes: tuple[int, ...] = (40, 25, 12), dim: int = 3) -> tuple[Array, Array]:
-    """Classes of different sizes, shapes and places."""
+    """Classes of different sizes, covariances and means."""
     codes = np.repeat(np.arange(len(sizes)), sizes)
     shapes = rng.normal(size=(len(sizes), dim, dim))
     points = np.einsum("nij,nj->ni", shapes[codes], rng.normal(size=(len(codes), dim)))
@@ -26,7 +26,7 @@ def sample(rng: Rng, sizes: tuple[int, ...] = (40, 25, 12), dim: int = 3) -> tup
 
 
 def pooled(points: Array, group: Array) -> Array:
-    """The spread within groups with the least variance that every direction has."""
+    """Pooled covariance within groups, with the least variance of every direction."""
     means = np.stack([points[group == k].mean(axis=0) for k in range(group.max() + 1)])
     spread = points - means[group]
     within = spread.T @ spread / max(len(points) - len(means), 1)
@@ -55,7 +55,7 @@ def test_each_class_is_students_t(rng: Rng) -> None:
 
 
 def test_the_density_is_the_posterior_predictive(rng: Rng) -> None:
-    """By another way: the ratio of two marginal likelihoods of the normal-inverse-Wishart model, with and without z."""
+    """Against the ratio of marginal likelihoods of the normal-inverse-Wishart model with and without z."""
     dim = 3
     points, codes = sample(rng, dim=dim)
     queries = 3.0 * rng.normal(size=(20, dim))
@@ -63,7 +63,7 @@ def test_the_density_is_the_posterior_predictive(rng: Rng) -> None:
     prior = pooled(points, codes)
 
     def evidence(x: Array) -> float:
-        """Up to what the same prior gives every sample; the mean has a flat prior."""
+        """Log marginal likelihood up to a constant that cancels in the ratio; the mean has a flat prior."""
         freedom = dim + 2 + len(x)
         centred = x - x.mean(axis=0)
         _, log_det = np.linalg.slogdet(prior + centred.T @ centred)
@@ -81,7 +81,7 @@ def test_the_density_is_the_posterior_predictive(rng: Rng) -> None:
 def test_the_densities_of_all_classes_integrate_to_one(rng: Rng, with_pieces: bool) -> None:
     points, codes = sample(rng, (9, 1, 30), dim=1)
     pieces = np.where(codes == 0, -1, codes + 5 * (rng.random(40) < 0.5)) if with_pieces else None
-    # The tails fall like a power, which sinh makes exponential; then equal steps integrate to all digits.
+    # The tails decay like a power. Substituting sinh(u) makes them exponential, and the trapezoidal rule is then exact.
     u = np.linspace(-25.0, 25.0, 20001)
     density = np.exp(log_density(points, codes, np.sinh(u)[:, None], pieces))
     mass = (density * np.cosh(u)[:, None]).sum(axis=0) * (u[1] - u[0])
@@ -90,7 +90,7 @@ def test_the_densities_of_all_classes_integrate_to_one(rng: Rng, with_pieces: bo
         assert mass == pytest.approx(np.array([9, 1, 30]) / 40, abs=1e-6)
 
 
-def test_rotations_and_shifts_change_nothing(rng: Rng) -> None:
+def test_densities_are_invariant_under_rotations_and_shifts(rng: Rng) -> None:
     points, codes = sample(rng)
     pieces = np.where(codes == 0, rng.integers(0, 2, len(codes)), -1)
     queries = 3.0 * rng.normal(size=(50, 3))
@@ -99,8 +99,8 @@ def test_rotations_and_shifts_change_nothing(rng: Rng) -> None:
     assert moved == pytest.approx(log_density(points, codes, queries, pieces))
 
 
-def test_linear_maps_change_only_the_unit(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the least variance, which is the same in all directions, exactly so."""
+def test_linear_maps_change_densities_by_the_determinant(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact only without the isotropic least variance."""
     monkeypatch.setattr(densities, "_LEAST_VARIANCE", 0.0)
     monkeypatch.setattr(densities, "_LEAST_SHARE", 0.0)
     points, codes = sample(rng)
@@ -121,7 +121,7 @@ def test_the_order_of_points_and_classes_does_not_matter(rng: Rng) -> None:
     assert log_density(points, codes, queries, np.where(pieces < 0, -1, 1000 - 7 * pieces)) == pytest.approx(expected)
 
 
-def test_pieces_that_are_the_classes_say_nothing_new(rng: Rng) -> None:
+def test_pieces_equal_to_the_classes_change_nothing(rng: Rng) -> None:
     points, codes = sample(rng)
     queries = 3.0 * rng.normal(size=(50, 3))
     assert log_density(points, codes, queries, codes + 4) == pytest.approx(log_density(points, codes, queries))
@@ -139,15 +139,15 @@ def test_half_of_the_density_is_that_of_the_pieces(rng: Rng) -> None:
 
 
 def test_pieces_show_the_gap_in_a_class(rng: Rng) -> None:
-    """Two far clusters of one class: with pieces its density is low between them."""
+    """A class of two distant clusters: with pieces its density is low between them."""
     side = np.repeat([0, 1], 100)
     points = np.concatenate([rng.normal(size=(200, 2)) + 20.0 * side[:, None], rng.normal(size=(50, 2)) - 20.0])
     codes, pieces = np.repeat([0, 1], [200, 50]), np.concatenate([side, np.full(50, 2)])
     middle, centre = np.array([[10.0, 10.0]]), np.array([[20.0, 20.0]])
-    blind = log_density(points, codes, middle)[0, 0] - log_density(points, codes, centre)[0, 0]
-    seeing = log_density(points, codes, middle, pieces)[0, 0] - log_density(points, codes, centre, pieces)[0, 0]
-    assert blind > 0
-    assert seeing < -1.0
+    without = log_density(points, codes, middle)[0, 0] - log_density(points, codes, centre)[0, 0]
+    with_pieces = log_density(points, codes, middle, pieces)[0, 0] - log_density(points, codes, centre, pieces)[0, 0]
+    assert without > 0
+    assert with_pieces < -1.0
 
 
 def test_a_class_of_one_point_borrows_its_shape(rng: Rng) -> None:
@@ -172,20 +172,20 @@ def test_identical_points_have_finite_densities(rng: Rng, dtype: torch.dtype) ->
 
 
 def test_one_class_much_larger(rng: Rng) -> None:
-    """Where both classes lie the larger wins by the ratio of the sizes; the smaller keeps its own place."""
+    """Where both classes overlap the larger wins by about the ratio of sizes; alone, the smaller class wins."""
     codes = np.repeat([0, 1], [20000, 10])
     points = rng.normal(size=(20010, 2))
     points[-10:] = points[:20000].mean(axis=0) + rng.normal(size=(10, 2))
     there = np.zeros((1, 2))
     together = log_density(points, codes, there)[0]
-    # Ten points, however close together, have a scale of 11 / 130 at least: their t is at most 11.8 times as high.
+    # The scale matrix of ten points is at least 11 / 130 of the prior, so their t is at most 11.8 times as high.
     assert together[0] - together[1] > np.log(2000 / 11.8) - 0.1
     points[-10:] += 30.0
     assert log_density(points, codes, there + 30.0)[0].argmax() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_points_are_finite_and_ever_less_dense(rng: Rng, dtype: torch.dtype) -> None:
+def test_log_densities_of_distant_points_are_finite_and_decreasing(rng: Rng, dtype: torch.dtype) -> None:
     points, codes = sample(rng)
     model = fit_densities(points, codes, codes, dtype)
     ray = torch.from_numpy(rng.normal(size=3)).to(dtype)
@@ -194,7 +194,7 @@ def test_far_points_are_finite_and_ever_less_dense(rng: Rng, dtype: torch.dtype)
     assert far.isfinite().all()
     assert (far.diff(dim=0) < 0).all()
     gone = model(torch.stack([torch.full((3,), torch.nan, dtype=dtype), ray]))
-    assert gone[0].isnan().all(), "a point without coordinates has no density"
+    assert gone[0].isnan().all(), "a point of NaN must have the density NaN"
     assert gone[1].isfinite().all()
 
 
@@ -204,11 +204,11 @@ def test_float32_agrees_with_float64(rng: Rng) -> None:
     exact = fit_densities(points, codes, codes, torch.float64)(queries)
     single = fit_densities(points, codes, codes)(queries.float())
     assert single.dtype == torch.float32
-    # Relative errors of 1e-6 in the distance, times at most 46 / 2 degrees of freedom.
+    # Relative errors of 1e-6 in the distance, times (degrees of freedom + dimension) / 2, at most 46 / 2.
     assert torch.allclose(single.double(), exact, atol=1e-3)
 
 
-def test_a_state_of_other_sizes_can_be_loaded(rng: Rng) -> None:
+def test_a_state_dict_of_other_sizes_can_be_loaded(rng: Rng) -> None:
     points, codes = sample(rng)
     model, other = fit64(points, codes, codes), fit64(*sample(rng, (10, 10), dim=2))
     resize_buffers(other, model.state_dict(), "")
@@ -218,7 +218,7 @@ def test_a_state_of_other_sizes_can_be_loaded(rng: Rng) -> None:
     assert other.classes == 3
 
 
-def test_no_rows_give_no_densities(rng: Rng) -> None:
+def test_an_empty_batch_gives_no_densities(rng: Rng) -> None:
     points, codes = sample(rng)
     found: Tensor = fit64(points, codes)(torch.zeros(0, 3, dtype=torch.float64))
     assert found.shape == (0, 3)

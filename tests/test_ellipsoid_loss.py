@@ -1,4 +1,4 @@
-"""The training loss: what it measures, what moves, small classes, mixed precision, and a training step."""
+"""``EllipsoidLoss``: its value and gradient, small and flat classes, mixed precision, and a training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch(rng: Rng, classes: int = 3, each: int = 30, dim: int = 4, apart: float
     return torch.from_numpy(z[order]), torch.from_numpy(labels[order])
 
 
-def test_is_what_the_formula_says(rng: Rng) -> None:
+def test_equals_the_formula(rng: Rng) -> None:
     """Against the offline solver, class by class."""
     z, y = batch(rng)
     whole = minimum_volume_ellipsoid(z.numpy(), tol=1e-10)
@@ -41,7 +41,7 @@ def test_is_what_the_formula_says(rng: Rng) -> None:
 
 
 def test_does_not_change_with_the_scale_of_the_embedding(rng: Rng) -> None:
-    """So that an encoder gains nothing by shrinking."""
+    """An encoder must not lower the loss by shrinking its embeddings."""
     z, y = batch(rng)
     loss = EllipsoidLoss(3, 4)
     for scale in (0.1, 10.0):
@@ -68,17 +68,17 @@ def test_a_step_lowers_it_and_a_detached_refit_moves_only_others(rng: Rng) -> No
     x = far.clone().requires_grad_()
     EllipsoidLoss(3, 4, through_refit=False)(x, y).backward()
     assert x.grad is not None
-    assert (x.grad == 0).all()  # nobody intrudes, and volumes are constants
+    assert (x.grad == 0).all()  # no point is within the margin of another class, and volumes are constants
 
 
-def test_order_of_the_batch_does_not_matter(rng: Rng) -> None:
+def test_does_not_change_with_the_order_of_the_batch(rng: Rng) -> None:
     z, y = batch(rng)
     order = torch.from_numpy(rng.permutation(len(y)))
     loss = EllipsoidLoss(3, 4)
     assert float(loss(z[order], y[order])) == pytest.approx(float(loss(z, y)), rel=1e-9)
 
 
-def test_small_classes_are_left_out_and_said_once(rng: Rng) -> None:
+def test_small_classes_are_left_out_with_one_warning(rng: Rng) -> None:
     z, y = batch(rng)
     keep = (y != 1) | (torch.cumsum(y == 1, 0) <= 4)
     loss = EllipsoidLoss(4, 4)
@@ -99,7 +99,7 @@ def test_small_classes_are_left_out_and_said_once(rng: Rng) -> None:
     assert (x.grad == 0).all()
 
 
-def test_a_flat_class_does_not_end_a_training(rng: Rng) -> None:
+def test_a_flat_class_is_an_error_only_without_a_floor(rng: Rng) -> None:
     z, y = batch(rng)
     z[y == 2, 1] = 0.5
     x = z.requires_grad_()
@@ -111,7 +111,7 @@ def test_a_flat_class_does_not_end_a_training(rng: Rng) -> None:
 
 
 def test_small_embeddings_take_no_longer_than_others(rng: Rng) -> None:
-    """Far below the floor every ellipsoid is a ball; 4000 points took 9 s a step, 0.02 s is usual."""
+    """Far below the floor every ellipsoid is a ball, which needs no solve with all 4000 points."""
     z = torch.from_numpy(1e-5 * rng.normal(size=(4000, 8))).requires_grad_()
     loss = EllipsoidLoss(2, 8)
     began = time.perf_counter()
@@ -120,13 +120,13 @@ def test_small_embeddings_take_no_longer_than_others(rng: Rng) -> None:
     assert time.perf_counter() - began < 3
     assert z.grad is not None
     assert z.grad.isfinite().all()
-    assert float(loss.terms(z, torch.arange(4000) % 2).volume) == 0.0  # as large as the whole
+    assert float(loss.terms(z, torch.arange(4000) % 2).volume) == 0.0  # every class has the volume of the whole
 
 
 def test_the_backends_agree(rng: Rng) -> None:
     z, y = batch(rng, classes=2, each=15, dim=2)
-    native, stated = (EllipsoidLoss(2, 2, backend=backend)(z, y) for backend in ("native", "cvxpylayers"))
-    assert float(stated) == pytest.approx(float(native), abs=1e-5)
+    native, other = (EllipsoidLoss(2, 2, backend=backend)(z, y) for backend in ("native", "cvxpylayers"))
+    assert float(other) == pytest.approx(float(native), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

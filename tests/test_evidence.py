@@ -1,4 +1,4 @@
-"""What speaks for a label and how strange a point is: directions, rays, closed forms, files; polar coordinates."""
+"""Evidence and nonconformity scores against closed forms, along rays and in files; polar coordinates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.head.evidence import Evidence, Facts, _choose, fit_evidence, log_odds, pieces_of, with_softmax
+from sepc_torch.head.evidence import (
+    Evidence,
+    EvidenceValues,
+    _choose_reference_points,
+    fit_evidence,
+    log_odds,
+    pieces_of,
+    with_softmax,
+)
 from sepc_torch.head.projection import fit_projection
 from sepc_torch.model.buffers import resize_buffers
 from sepc_torch.partitioning.fit import partition
@@ -19,20 +27,20 @@ Rng = np.random.Generator
 
 
 def clusters(rng: Rng, count: int = 300, dim: int = 6, classes: int = 3) -> tuple[Array, Array]:
-    """Far apart in direction: the means are ten standard deviations from zero."""
+    """Classes in different directions; the means are ten standard deviations from zero."""
     codes = np.concatenate([np.arange(classes), rng.integers(0, classes, count - classes)])
     return 10.0 * np.eye(classes, dim)[codes] + rng.normal(size=(count, dim)), codes
 
 
-def fitted(rng: Rng, witnesses: int = 1000) -> tuple[Evidence, Tensor, Tensor]:
+def fitted(rng: Rng, reference_points: int = 1000) -> tuple[Evidence, Tensor, Tensor]:
     points, codes = clusters(rng)
-    evidence = fit_evidence(points, codes, np.full(len(codes), -1), witnesses)
+    evidence = fit_evidence(points, codes, np.full(len(codes), -1), reference_points)
     return evidence, torch.from_numpy(points).float(), torch.from_numpy(codes)
 
 
 class TestPolar:
     def test_direction_and_log_length(self, rng: Rng) -> None:
-        """The projection of (x / |x|, log |x|), written out."""
+        """The projection equals that of (x / |x|, log |x|), computed explicitly."""
         x, y = clusters(rng)
         project = fit_projection(x, y, 4, "polar", "pca", torch.float64)
         length = np.linalg.norm(x, axis=1, keepdims=True)
@@ -60,16 +68,16 @@ class TestPolar:
         step = project.matrix[:, -1]
         assert torch.allclose(project(math.e * z) - project(z), step.expand(len(z), -1), atol=1e-9)
 
-    def test_what_has_no_direction_becomes_nan(self, rng: Rng) -> None:
-        """Zeros, and numbers whose squares overflow: those would otherwise be taken for zeros."""
+    def test_embeddings_without_a_direction_become_nan(self, rng: Rng) -> None:
+        """Zeros, and values whose squares overflow, which normalising would turn into zeros."""
         x, y = clusters(rng)
         z = torch.from_numpy(x[:4]).float()
         z[1], z[2] = 0.0, 1e25
         assert fit_projection(x, y, 3, "l2", "pca")(z).isnan().all(dim=1).tolist() == [False, True, True, False]
         assert fit_projection(x, y, 3, "polar", "pca")(z).isnan().all(dim=1).tolist() == [False, False, True, False]
 
-    def test_zeros_are_as_short_as_can_be(self, rng: Rng) -> None:
-        """With the length as a feature zeros have a place: like anything shorter than a thousandth of the median."""
+    def test_zeros_have_the_least_length(self, rng: Rng) -> None:
+        """With the length as a feature, zeros have the least length, a thousandth of the median length."""
         x, y = clusters(rng)
         project = fit_projection(x, y, 7, "polar", "pca", torch.float64)
         direction = torch.from_numpy(x[:1] / np.linalg.norm(x[0]))
@@ -78,7 +86,7 @@ class TestPolar:
         assert torch.allclose(apart, -direction @ project.matrix[:, :-1].T, atol=1e-9)
 
 
-def test_log_odds_are_those_of_softmax(rng: Rng) -> None:
+def test_log_odds_equal_the_logit_of_softmax(rng: Rng) -> None:
     score = torch.from_numpy(5.0 * rng.normal(size=(50, 4)))
     label = torch.from_numpy(rng.integers(0, 4, 50))
     own = score.softmax(dim=1).gather(1, label[:, None]).squeeze(1)
@@ -87,34 +95,34 @@ def test_log_odds_are_those_of_softmax(rng: Rng) -> None:
     assert torch.allclose(shifted, log_odds(score, label), atol=1e-9)
 
 
-def test_softmax_comes_first_and_rises_with_the_logit(rng: Rng) -> None:
-    facts = Facts(torch.from_numpy(rng.normal(size=(9, 2))).float(), torch.zeros(9, 3))
+def test_softmax_is_the_first_column_and_increases_with_the_logit(rng: Rng) -> None:
+    values = EvidenceValues(torch.from_numpy(rng.normal(size=(9, 2))).float(), torch.zeros(9, 3))
     label = torch.zeros(9, dtype=torch.int64)
     logits = torch.zeros(9, 3, dtype=torch.float64)
     logits[:, 0] = torch.linspace(-4, 4, 9)
-    found = with_softmax(facts, logits, label)
-    assert torch.equal(found.support[:, 1:], facts.support)
-    assert torch.equal(found.strangeness, facts.strangeness)
+    found = with_softmax(values, logits, label)
+    assert torch.equal(found.support[:, 1:], values.support)
+    assert torch.equal(found.nonconformity, values.nonconformity)
     assert torch.allclose(found.support[:, 0].double().sinh(), logits[:, 0] - np.log(2), atol=1e-5)
 
 
-def test_infinite_logits_are_as_sure_as_can_be() -> None:
-    """A class that is masked by -inf, a label that is, a class that is certain, and no opinion at all."""
+def test_infinite_logits_reach_the_bound() -> None:
+    """Other classes masked by -inf, the label masked, the label infinite, all classes masked, and huge logits."""
     inf = torch.inf
     logits = torch.tensor([[1.0, -inf, -inf], [-inf, 1.0, 0.0], [inf, 0.0, 0.0], [-inf] * 3, [1e30, -1e30, 0.0]])
-    facts = Facts(torch.zeros(5, 1), torch.zeros(5, 1))
-    found = with_softmax(facts, logits, torch.zeros(5, dtype=torch.int64)).support[:, 0]
+    values = EvidenceValues(torch.zeros(5, 1), torch.zeros(5, 1))
+    found = with_softmax(values, logits, torch.zeros(5, dtype=torch.int64)).support[:, 0]
     assert found.tolist() == [10.0, -10.0, 10.0, 0.0, 10.0]
 
 
-@pytest.mark.parametrize("witnesses", [0, 60, 1000])
-def test_support_has_the_sign_of_the_truth(rng: Rng, witnesses: int) -> None:
-    """For points at the means of the classes and all labels, in every column."""
-    evidence, _, _ = fitted(rng, witnesses)
+@pytest.mark.parametrize("reference_points", [0, 60, 1000])
+def test_support_is_positive_for_the_true_class_only(rng: Rng, reference_points: int) -> None:
+    """For points at the class means and all labels, in every column."""
+    evidence, _, _ = fitted(rng, reference_points)
     for mean in range(3):
         z = 10.0 * torch.eye(6)[mean].expand(3, -1)
         support = evidence(z, torch.arange(3)).support
-        assert support.shape == (3, len(evidence.names))
+        assert support.shape == (3, len(evidence.support_names))
         own = torch.arange(3) == mean
         assert (support[own] > 1.0).all()
         assert (support[~own] < -1.0).all()
@@ -127,62 +135,62 @@ def test_support_for_two_classes_is_opposite(rng: Rng) -> None:
     label = torch.zeros(50, dtype=torch.int64)
     a, b = evidence(z, label), evidence(z, label + 1)
     assert torch.allclose(a.support, -b.support, atol=1e-4)
-    assert torch.equal(a.strangeness, b.strangeness)
+    assert torch.equal(a.nonconformity, b.nonconformity)
 
 
-def test_neighbours_are_the_trust_score(rng: Rng) -> None:
+def test_the_neighbours_column_is_the_trust_score(rng: Rng) -> None:
     evidence, points, codes = fitted(rng)
     z = torch.from_numpy(5.0 * rng.normal(size=(40, 6))).float()
     label = torch.from_numpy(rng.integers(0, 3, 40))
     each = torch.cdist(z.double(), points.double())
     own = codes == label[:, None]
     ratio = each.masked_fill(own, torch.inf).amin(dim=1) / each.masked_fill(~own, torch.inf).amin(dim=1)
-    facts = evidence(z, label)
-    assert torch.allclose(facts.support[:, 1].double(), ratio.log(), atol=1e-4)
-    assert torch.allclose(facts.strangeness[:, 1].double(), each.amin(dim=1), atol=1e-4)
+    values = evidence(z, label)
+    assert torch.allclose(values.support[:, 1].double(), ratio.log(), atol=1e-4)
+    assert torch.allclose(values.nonconformity[:, 1].double(), each.amin(dim=1), atol=1e-4)
     white = fit_projection(points.double().numpy(), codes.numpy(), 64, None, "pca", torch.float64)
     unit = torch.cdist(white(z.double()), white(points.double())).amin(dim=1)
-    assert torch.allclose(facts.strangeness[:, 2].double(), unit, atol=1e-4)
+    assert torch.allclose(values.nonconformity[:, 2].double(), unit, atol=1e-4)
 
 
-def test_a_training_point_has_all_the_support_there_is(rng: Rng) -> None:
-    """Also where the same point was seen with two labels: then neighbours say nothing."""
+def test_a_training_point_has_the_largest_support(rng: Rng) -> None:
+    """For a point with two labels in the training set, the support from neighbours is zero."""
     points, codes = clusters(rng)
     points[0] = points[1]
     codes[:2] = [0, 1]
     evidence = fit_evidence(points, codes, np.full(300, -1), 1000)
-    facts = evidence(torch.from_numpy(points).float(), torch.from_numpy(codes))
-    assert facts.support.isfinite().all()
-    assert facts.support[:2, 1].tolist() == [0.0, 0.0]
-    assert (facts.support[2:, 1] == 7.0).all()
-    assert (facts.strangeness[:, 1] == 0.0).all()
+    values = evidence(torch.from_numpy(points).float(), torch.from_numpy(codes))
+    assert values.support.isfinite().all()
+    assert values.support[:2, 1].tolist() == [0.0, 0.0]
+    assert (values.support[2:, 1] == 7.0).all()
+    assert (values.nonconformity[:, 1] == 0.0).all()
 
 
-@pytest.mark.parametrize("witnesses", [0, 1000])
-def test_strangeness_grows_along_a_ray(rng: Rng, witnesses: int) -> None:
-    """From the origin outwards and, beyond all points, away from the data in any direction."""
-    evidence, points, _ = fitted(rng, witnesses)
+@pytest.mark.parametrize("reference_points", [0, 1000])
+def test_nonconformity_increases_along_a_ray(rng: Rng, reference_points: int) -> None:
+    """Along a ray from the origin, beyond all training points."""
+    evidence, points, _ = fitted(rng, reference_points)
     ray = points[int(rng.integers(300))]
     z = torch.logspace(0.5, 8, 30)[:, None] * ray
-    found = evidence(z, torch.zeros(30, dtype=torch.int64)).strangeness
-    assert found.shape == (30, evidence.kinds)
+    found = evidence(z, torch.zeros(30, dtype=torch.int64)).nonconformity
+    assert found.shape == (30, evidence.score_count)
     assert found.isfinite().all()
-    assert (found.diff(dim=0) > 0).all(), "no ties, however far"
+    assert (found.diff(dim=0) > 0).all(), "distant points must have no ties"
 
 
-def test_without_witnesses_there_is_one_column(rng: Rng) -> None:
+def test_without_reference_points_there_is_one_column(rng: Rng) -> None:
     evidence, points, codes = fitted(rng, 0)
-    facts = evidence(points, codes)
-    assert facts.support.shape == facts.strangeness.shape == (300, 1)
-    assert (evidence.kinds, evidence.names) == (1, ("regions",))
+    values = evidence(points, codes)
+    assert values.support.shape == values.nonconformity.shape == (300, 1)
+    assert (evidence.score_count, evidence.support_names) == (1, ("regions",))
     full, _, _ = fitted(rng)
-    assert (full.kinds, full.names) == (3, ("regions", "neighbours"))
+    assert (full.score_count, full.support_names) == (3, ("regions", "neighbours"))
 
 
-def test_witnesses_are_kept_in_proportion(rng: Rng) -> None:
+def test_reference_points_are_proportional_to_class_sizes(rng: Rng) -> None:
     codes = rng.permutation(np.repeat([0, 1, 2], [600, 399, 1]))
     for most in (1, 100, 1000, 5000):
-        rows = _choose(codes, most, np.random.default_rng(0))
+        rows = _choose_reference_points(codes, most, np.random.default_rng(0))
         assert len(np.unique(rows)) == len(rows)
         assert (np.diff(codes[rows]) >= 0).all()
         expected = [max(1, int(min(1.0, most / 1000) * n)) for n in (600, 399, 1)]
@@ -201,16 +209,16 @@ def test_pieces_belong_to_the_class_of_their_points(rng: Rng) -> None:
     assert (np.bincount(pieces[held])[pieces[held]] > 3).all()
 
 
-@pytest.mark.parametrize("witnesses", [0, 50])
-def test_tensors_and_checkpoints_keep_every_bit(rng: Rng, witnesses: int) -> None:
-    evidence, points, codes = fitted(rng, witnesses)
+@pytest.mark.parametrize("reference_points", [0, 50])
+def test_tensors_and_checkpoints_keep_every_bit(rng: Rng, reference_points: int) -> None:
+    evidence, points, codes = fitted(rng, reference_points)
     expected = evidence(points, codes)
     again = Evidence.from_tensors(evidence.state_dict())
     other, _, _ = fitted(rng, 1000)
     resize_buffers(other, evidence.state_dict(), "")
     other.load_state_dict(evidence.state_dict())
     for model in (again, other):
-        assert model.names == evidence.names
+        assert model.support_names == evidence.support_names
         assert all(torch.equal(u, v) for u, v in zip(model(points, codes), expected, strict=True))
 
 
@@ -219,11 +227,11 @@ def test_no_gradient_and_no_rows(rng: Rng) -> None:
     assert not any(field.requires_grad for field in evidence(points.requires_grad_(), codes))
     empty = evidence(points[:0], codes[:0])
     assert empty.support.shape == (0, 2)
-    assert empty.strangeness.shape == (0, 3)
+    assert empty.nonconformity.shape == (0, 3)
 
 
-def test_zeros_are_points_like_others(rng: Rng) -> None:
-    """In training they spoil nothing, and where none were seen they are strange."""
+def test_embeddings_of_zeros(rng: Rng) -> None:
+    """In training, zeros keep all values finite; without zeros in training, they have a large nonconformity score."""
     points, codes = clusters(rng)
     z, label = torch.from_numpy(points).float(), torch.from_numpy(codes)
     found = fit_evidence(
@@ -233,7 +241,7 @@ def test_zeros_are_points_like_others(rng: Rng) -> None:
     without = fit_evidence(points, codes, codes, 1000)
     zero = without(torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
     assert all(field.isfinite().all() for field in zero)
-    assert float(zero.strangeness[0, 0]) > float(without(z, label).strangeness[:, 0].max())
+    assert float(zero.nonconformity[0, 0]) > float(without(z, label).nonconformity[:, 0].max())
     with pytest.raises(ValueError, match="too large for float32"):
         fit_evidence(1e30 * points, codes, codes, 0)
 
@@ -245,4 +253,4 @@ def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None
     a = fit_evidence(points, codes, codes, 1000)(z, label)
     b = fit_evidence(scale * points, codes, codes, 1000)(scale * z, label)
     assert torch.allclose(a.support, b.support, atol=0.01)
-    assert torch.allclose(a.strangeness * torch.tensor([1.0, scale, 1.0]), b.strangeness, rtol=1e-3)
+    assert torch.allclose(a.nonconformity * torch.tensor([1.0, scale, 1.0]), b.nonconformity, rtol=1e-3)

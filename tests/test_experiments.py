@@ -1,25 +1,29 @@
-"""The experiments say what they found: rows follow from numbers, solvers agree, pictures and READMEs repeat exactly."""
+"""Experiments: stamped results, rows that follow from numbers, solvers that agree, reproducible pictures and pages."""
 
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import complexity
 import datasets
+import harness
 import iris
 import matplotlib.pyplot as plt
 import numpy as np
 import overlapping
+import paper_tables
 import partition_chain
 import pictures
+import provenance
 import pytest
 import report
 import resampling
 import torch
 import toy_sets
-from harness import FIGURES
+from harness import FIGURES, RESULTS
 from partitions import agreement, agreement_of_solvers, ellipsoids_per_class
 from sklearn.datasets import load_iris
 
@@ -28,7 +32,7 @@ from sepc_torch.metrics import aurc, unknown_auroc
 from sepc_torch.partitioning.fit import _Task
 from sepc_torch.solvers import capped_weights
 
-RECORDED = report.reproductions()
+RECORDED = paper_tables.reproductions()
 
 
 def planar_sets() -> dict[str, tuple[tuple[np.ndarray, np.ndarray], dict[str, Any]]]:
@@ -124,7 +128,7 @@ def test_xor_is_not_separated_and_the_jitter_changes_it() -> None:
     part, _, found = toy_sets.xor(3, "native")
     assert (found["hyperplanes"], found["cross"], found["jittered_cross"]) == (0, True, True)
     assert {e.kind for e in part.ellipsoids} == {Kind.TERMINAL}
-    # Of three points, two of them together, the ellipsoid is 4/3 as long as the two points are apart.
+    # For three points, two of them close together, the long axis is 4/3 of the distance to the third.
     assert found["jittered_semi_axes"][0][0] == pytest.approx(4 / 3 * found["semi_axes"][0][0], rel=0.02)
 
 
@@ -135,7 +139,7 @@ def test_the_overlap_covers_the_joint_points(rng: np.random.Generator) -> None:
     assert both.sum() == found.points
     assert found.outer.contains(x[both]).all()
     assert found.joint.contains(x[both]).all()
-    # Program (3) covers the whole intersection, the other only the points in it.
+    # Program (3) covers the whole intersection, the other ellipsoid only the points in it.
     assert overlapping.volumes(found)["outer_over_joint"] > 1
 
 
@@ -192,10 +196,9 @@ def test_sections_are_rewritten_between_their_markers() -> None:
 def test_the_table_shows_the_rows() -> None:
     row = {"artefact": "a | b", "paper": "3", "ours": "4", "why": "Another draw."}
     results = {"script": {"command": "python experiments/script.py", "rows": [row, row | {"why": ""}]}}
-    lines = report.side_by_side(results).splitlines()
-    assert lines[2] == r"| a \| b | `python experiments/script.py` | 3 | 4. *Another draw.* |"
+    lines = paper_tables.side_by_side(results).splitlines()
+    assert lines[2] == r"| a \| b | `script.py` | 3 | 4. *Another draw.* |"
     assert lines[3].endswith("| 3 | 4 |")
-    assert "Another draw" not in report.in_short(results)
 
 
 def test_comparisons_of_solvers_are_found_wherever_they_stand() -> None:
@@ -204,32 +207,34 @@ def test_comparisons_of_solvers_are_found_wherever_they_stand() -> None:
         "one": {"agreement": found},
         "two": {"features": {"2": {"agreement": found | {"same": True}}}},
     }
-    lines = report.agreements(results).splitlines()
+    lines = paper_tables.agreements(results).splitlines()
     assert lines[2:] == ["| `one.py` |  | a and b | 3 | no |  |", "| `two.py` | 2 | a and b | 3 | yes |  |"]
 
 
 def test_recorded_solvers_agree() -> None:
-    assert "| no |" not in report.agreements(RECORDED)
+    assert "| no |" not in paper_tables.agreements(RECORDED)
 
 
 def test_missing_results_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert report.reproductions() == {}
+    monkeypatch.setattr(paper_tables, "RESULTS", tmp_path)
+    assert paper_tables.reproductions() == {}
     (tmp_path / "iris.json").write_text(json.dumps({"rows": []}))
-    assert list(report.reproductions()) == ["iris"]
+    assert list(paper_tables.reproductions()) == ["iris"]
 
 
 def test_pictures_stand_under_their_captions(tmp_path: Path) -> None:
-    named = {"iris": {"command": "python experiments/iris.py", "figures": {"one": "A picture."}}}
-    assert f"![A picture.]({tmp_path.name}/one.png)" in report.figures(named, tmp_path)
-    (tmp_path / "iris_two.png").touch()
-    unnamed = report.figures({"iris": {"command": "python experiments/iris.py"}}, tmp_path)
-    assert f"{tmp_path.name}/iris_two.png" in unnamed
-    assert "Figure 7" in unnamed  # the script's own first line
+    folder, page = tmp_path / "figures", tmp_path / "docs" / "paper.md"
+    folder.mkdir()
+    named = {"iris": {"figures": {"one": "A picture."}}}
+    assert "![A picture.](../figures/one.png)" in paper_tables.figures(named, folder, page)
+    (folder / "iris_two.png").touch()
+    unnamed = paper_tables.figures({"iris": {}}, folder, page)
+    assert "../figures/iris_two.png" in unnamed
+    assert "Figure 7" in unnamed  # the first line of the script's docstring
 
 
 def test_resamples_are_those_of_the_metrics(rng: np.random.Generator) -> None:
-    """With every row once, and with rows drawn by hand; up to the steps within rows that are held twice."""
+    """Each row once, and rows drawn at random; rows drawn twice change the AURC slightly by their ties."""
     known, unknown = (torch.from_numpy(rng.normal(size=n) + n / 400) for n in (400, 300))
     wrong = rng.random(400) < 0.3
     counts = np.stack([np.ones(400, dtype=np.int64), rng.multinomial(400, np.full(400, 1 / 400))])
@@ -253,7 +258,7 @@ def test_the_replayed_step_is_that_of_the_solver(rng: np.random.Generator) -> No
 
 
 def test_a_recorded_chain_is_replayed(rng: np.random.Generator) -> None:
-    """Recording changes no function for good, and every kind that was recorded is replayed."""
+    """Recording restores every function, and the replay covers every recorded kind."""
     before = capped_weights._newton
     codes = rng.integers(0, 3, 400)
     points = rng.normal(size=(400, 12)) + 2.0 * np.eye(3, 12)[codes]
@@ -266,3 +271,159 @@ def test_a_recorded_chain_is_replayed(rng: np.random.Generator) -> None:
     short = chain._replace(sizes={kind: sizes[:2] for kind, sizes in chain.sizes.items()})
     replayed = partition_chain.replay(short, torch.device("cpu"), 3, seed=0)
     assert replayed["seconds"].keys() == chain.sizes.keys()
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_is_stamped(path: Path) -> None:
+    result = json.loads(path.read_text())
+    found = provenance.stamps(result)
+    if "parts" in result:
+        assert found.keys() == result["parts"].keys()
+    for stamp in found.values():
+        assert stamp.keys() - {"stamped"} == {"command", "date", "sources"}
+        assert (RESULTS.parent / f"{provenance.script_of(stamp['command'])}.py").is_file()
+        assert datetime.fromisoformat(stamp["date"]).utcoffset() is not None
+        assert stamp["sources"].keys() == {"package", "script"}
+        assert all(int(value, 16) >= 0 and len(value) == provenance.DIGITS for value in stamp["sources"].values())
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small copy of the repository: a package, a script, a module that it imports, and one that it does not."""
+    files = {
+        "sepc_torch/__init__.py": "",
+        "sepc_torch/model/sepc.py": "a = 1\n",
+        "experiments/script.py": "import first\n",
+        "experiments/first.py": "from second import number\n",
+        "experiments/second.py": "number = 1\n",
+        "experiments/other.py": "import script\n",
+        "README.md": "text\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("sepc_torch/__init__.py", {"package"}),
+        ("sepc_torch/model/sepc.py", {"package"}),
+        ("sepc_torch/model/new.py", {"package"}),
+        ("experiments/script.py", {"script"}),
+        ("experiments/second.py", {"script"}),  # imported by a module that the script imports
+        ("experiments/other.py", set()),
+        ("experiments/results/script.json", set()),
+        ("README.md", set()),
+        ("sepc_torch/notes.txt", set()),
+    ],
+)
+def test_a_hash_changes_with_its_sources_only(tree: Path, name: str, changed: set[str]) -> None:
+    before = provenance.hashes("script", provenance.read_sources(tree))
+    assert provenance.hashes("script", provenance.read_sources(tree)) == before
+    path = tree / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("# edited\n")
+    after = provenance.hashes("script", provenance.read_sources(tree))
+    assert {key for key in before if before[key] != after[key]} == changed
+
+
+def test_a_hash_depends_on_paths_and_contents_only() -> None:
+    files = {"sepc_torch/a.py": b"x = 1\ny = 2\n", "sepc_torch/b.py": b""}
+    same = {"sepc_torch/b.py": b"", "sepc_torch/a.py": b"x = 1\r\ny = 2\r\n"}  # other order and line endings
+    assert provenance.digest(files) == provenance.digest(same)
+    moved = {"sepc_torch/a.py": b"", "sepc_torch/b.py": b"x = 1\ny = 2\n"}
+    assert provenance.digest(files) != provenance.digest(moved)
+
+
+def test_a_script_without_experiments_in_its_command_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected a command that runs a script in experiments/"):
+        provenance.script_of("python elsewhere.py")
+
+
+def test_a_result_is_stamped_with_the_command_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    results = {"command": "SEPC_DATA=... python experiments/iris.py", "numbers": np.arange(2)}
+    by_import = json.loads(harness.write_results("iris", results).read_text())
+    assert by_import["measured"]["command"] == results["command"]
+    assert by_import["numbers"] == [0, 1]
+    monkeypatch.setattr("sys.argv", ["experiments/iris.py", "--seed", "3"])
+    by_hand = json.loads(harness.write_results("iris", results).read_text())["measured"]
+    assert by_hand["command"] == "SEPC_DATA=... python experiments/iris.py --seed 3"
+    assert by_hand["sources"] == provenance.hashes("iris", harness.SOURCES)
+    assert not provenance.older(by_hand, harness.SOURCES)
+    assert provenance.older(by_hand, {**harness.SOURCES, "sepc_torch/new.py": b""})
+
+
+def test_partial_reruns_keep_the_stamps_of_the_other_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def write(parts: dict[str, int], files: dict[str, bytes], measured: tuple[str, ...]) -> dict[str, str]:
+        monkeypatch.setattr(harness, "SOURCES", files)
+        results = {"command": "python experiments/script.py", "parts": parts}
+        found = provenance.stamps(json.loads(harness.write_results("script", results, measured).read_text()))
+        return {name: stamp["sources"]["package"] for name, stamp in found.items()}
+
+    states: list[dict[str, bytes]] = [{"sepc_torch/a.py": bytes([i])} for i in range(4)]
+    packages = [provenance.hashes("script", files)["package"] for files in states]
+    assert write({"a": 1, "b": 2}, states[0], ("a", "b")) == {"a": packages[0], "b": packages[0]}
+    # Measured again, with other numbers and with the same ones; a part with new numbers counts without being named.
+    assert write({"a": 1, "b": 3}, states[1], ("b",)) == {"a": packages[0], "b": packages[1]}
+    assert write({"a": 1, "b": 3}, states[2], ("a",)) == {"a": packages[2], "b": packages[1]}
+    assert write({"a": 1, "b": 4, "c": 5}, states[3], ()) == {"a": packages[2], "b": packages[3], "c": packages[3]}
+    # A part that is no longer stored has no stamp.
+    assert write({"a": 1}, states[3], ()) == {"a": packages[2]}
+
+
+def stamped(package: str, **more: str) -> dict[str, Any]:
+    sources = provenance.hashes("script", {}) | {"package": package}
+    return {"command": "python experiments/script.py", "date": "2026-01-02T03:04:05+00:00", "sources": sources, **more}
+
+
+def test_pages_say_when_and_on_which_sources() -> None:
+    files: dict[str, bytes] = {}
+    now = provenance.hashes("script", files)["package"]
+    current = report.measured_on({"one": {"measured": stamped(now)}}, files)
+    assert current.startswith(f"Measured 2026-01-02 with `python experiments/script.py` (package `{now}`, script `")
+    older = report.measured_on({"one": {"measured": stamped("0" * 12, stamped="from version control")}}, files)
+    assert "Measured not after 2026-01-02" in older
+    assert report.OLDER in older
+    both = {"measured": {"parts": {"a": stamped(now), "b": stamped("0" * 12), "c": stamped(now)}}}
+    lines = report.measured_on({"one": both}, files).splitlines()
+    assert lines[0].startswith("- Parts a, c: measured 2026-01-02 with")
+    assert report.OLDER not in lines[0]
+    assert lines[1].startswith("- Part b: measured")
+    assert report.OLDER in lines[1]
+    assert report.ages({"one": both, "two": {"measured": stamped(now)}}, files) == (
+        "1 of 2 results were measured on older sources: one"
+    )
+
+
+def test_the_check_ignores_age_but_not_numbers() -> None:
+    files, stamp = {"sepc_torch/a.py": b""}, stamped("0" * 12)
+    other = stamp["sources"] | {"package": provenance.hashes("script", files)["package"]}
+    old = report.measured_on({"one": {"measured": stamp}}, files)
+    assert report.same_numbers(old, old.replace(report.OLDER, ""))
+    assert not report.same_numbers(old, report.measured_on({"one": {"measured": stamp | {"sources": other}}}, files))
+
+
+def test_every_section_names_the_results_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section that reads a result without stating its measurement would look current forever."""
+    read: set[str] = set()
+
+    def recording(name: str) -> dict[str, Any]:
+        read.add(name)
+        found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+        return found
+
+    for module in ("tables", "panel_tables", "gpu_tables", "paper_tables"):
+        monkeypatch.setattr(f"{module}.load", recording)
+    for sections in report.PAGES.values():
+        for name, section in sections.items():
+            read.clear()
+            section.write()
+            # The comparisons of solvers are looked for in all results of the paper.
+            assert read == set(section.results) or name == "agreements", name
+            assert set(section.results) <= read, name

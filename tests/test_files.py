@@ -1,4 +1,4 @@
-"""A partition on disk: the same when read back, whole or absent, and refused with a reason when it is not ours."""
+"""Files: a partition survives a round trip, writing is atomic, and unreadable files raise clear errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "labels", [(0, 1, 2), ("a", "b", "über"), (-0.5, 0.5, 1.5)], ids=lambda labels: type(labels[0]).__name__
 )
-def test_a_partition_comes_back_as_it_was(rng: np.random.Generator, tmp_path: Path, labels: tuple[Any, ...]) -> None:
+def test_a_partition_survives_a_round_trip(rng: np.random.Generator, tmp_path: Path, labels: tuple[Any, ...]) -> None:
     y = rng.integers(0, 3, size=80)
     x = rng.normal(size=(80, 3)) + y[:, None]
     part = partition(x, [labels[i] for i in y])
@@ -47,7 +47,7 @@ def test_a_partition_comes_back_as_it_was(rng: np.random.Generator, tmp_path: Pa
     assert (tmp_path / "again").read_bytes() == (tmp_path / "part").read_bytes()
 
 
-def test_booleans_names_and_no_hyperplanes_come_back(tmp_path: Path) -> None:
+def test_boolean_labels_and_feature_names_survive_a_round_trip(tmp_path: Path) -> None:
     import pandas as pd
 
     frame = pd.DataFrame({"left": [0, 1, 0, 1], "right": [0, 1, 1, 0]})
@@ -60,13 +60,13 @@ def test_booleans_names_and_no_hyperplanes_come_back(tmp_path: Path) -> None:
     assert [e.label for e in again.ellipsoids] == [False, True]
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no file .*absent"):
         Partition.load(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_a_truncated_file(part: Partition, tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_refused(part: Partition, tmp_path: Path, share: float) -> None:
     part.save(tmp_path / "part")
     whole = (tmp_path / "part").read_bytes()
     (tmp_path / "part").write_bytes(whole[: int(share * len(whole))])
@@ -75,20 +75,20 @@ def test_a_truncated_file(part: Partition, tmp_path: Path, share: float) -> None
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(200), b"a,b\n1,2\n" * 40], ids=["archive", "table"])
-def test_another_kind_of_file(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         Partition.load(tmp_path / "other")
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_a_foreign_safetensors_file(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_a_safetensors_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     save_file({"weight": np.ones((2, 2))}, tmp_path / "foreign", metadata=metadata)
     with pytest.raises(ValueError, match="sepc_torch did not write it"):
         Partition.load(tmp_path / "foreign")
 
 
-def test_a_newer_format(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_refused(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr(storage, "FORMAT", storage.FORMAT + 1)
         part.save(tmp_path / "part")
@@ -96,7 +96,7 @@ def test_a_newer_format(part: Partition, tmp_path: Path, monkeypatch: pytest.Mon
         Partition.load(tmp_path / "part")
 
 
-def test_another_record_of_ours(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     storage.write(tmp_path / "head", "trust head", {"weight": np.ones(2)}, {})
     with pytest.raises(ValueError, match="holds a trust head, not a partition"):
         Partition.load(tmp_path / "head")
@@ -106,7 +106,7 @@ def test_another_record_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["failure", "Ctrl-C"])
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_what_was_there(
+def test_a_failed_write_keeps_the_old_file(
     part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: BaseException
 ) -> None:
     (tmp_path / "part").write_bytes(b"the old file")
@@ -125,7 +125,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert files(tmp_path) == {"part": b"the old file"}
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         storage.write(tmp_path / "bad", "partition", {"x": np.ones(1)}, {"when": object()})
     with pytest.raises(ValueError, match="JSON"):
@@ -133,15 +133,15 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == {}
 
 
-def test_a_file_is_replaced_whole(part: Partition, tmp_path: Path) -> None:
+def test_a_longer_file_is_replaced_completely(part: Partition, tmp_path: Path) -> None:
     (tmp_path / "part").write_bytes(b"longer than the new file" * 10_000)
     part.save(tmp_path / "part")
     assert list(files(tmp_path)) == ["part"]
     assert Partition.load(tmp_path / "part") == part
 
 
-def test_others_may_read_the_file(part: Partition, tmp_path: Path) -> None:
-    """Temporary files are private; a saved model has the permissions of any new file."""
+def test_a_saved_file_has_the_usual_permissions(part: Partition, tmp_path: Path) -> None:
+    """Temporary files are private; a saved file has the permissions of any new file."""
     (tmp_path / "plain").touch()
     part.save(tmp_path / "part")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "part")}
@@ -149,13 +149,13 @@ def test_others_may_read_the_file(part: Partition, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [str, Path, lambda path: os.fspath(path)])
-def test_paths_of_any_kind(part: Partition, tmp_path: Path, read: Callable[[Path], Any]) -> None:
+def test_paths_are_strings_or_path_objects(part: Partition, tmp_path: Path, read: Callable[[Path], Any]) -> None:
     part.save(read(tmp_path / "part"))
     assert Partition.load(read(tmp_path / "part")) == part
 
 
 def test_the_file_holds_no_code(part: Partition, tmp_path: Path) -> None:
-    """Arrays and JSON, readable without this package."""
+    """The file holds arrays and JSON, readable without this package."""
     from safetensors import safe_open
 
     part.save(tmp_path / "part")

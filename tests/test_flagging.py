@@ -1,4 +1,4 @@
-"""Which samples are flagged, and why; and the table they are in."""
+"""Tests of flagging and of the trust table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rng = np.random.Generator
 
 
 def clouds(rng: Rng, labels: tuple[int, ...] = (3, 8)) -> tuple[Array, Array]:
-    """Two clouds of forty points, six deviations apart."""
+    """Two clouds of forty points each, six standard deviations apart."""
     y = np.repeat(labels, 40)
     x = rng.normal(size=(80, 3))
     x[40:, 0] += 6.0
@@ -52,15 +52,15 @@ class TestJudge:
         inner = judge(head.sepc, head.projection(z), given)
         assert all(torch.equal(a, b) for a, b in zip(inner, found, strict=True))
 
-    def test_a_label_never_seen_is_not_trusted(self, rng: Rng) -> None:
-        """While labels are few, a network may know classes that the head does not."""
+    def test_an_unknown_label_has_trust_zero(self, rng: Rng) -> None:
+        """With few labels, the network may have classes that the head lacks."""
         x, y = clouds(rng)
         found = judge(head_of(x, y), torch.from_numpy(x).float(), torch.full((80,), 5))
         assert bool((found.network_trust == 0).all())
         assert bool((found.network_margin == 0).all())
         assert bool((found.trust > 0).all())
 
-    def test_rows_that_are_no_numbers(self, rng: Rng) -> None:
+    def test_nan_and_infinity_are_novel(self, rng: Rng) -> None:
         x, y = clouds(rng)
         z = torch.from_numpy(x).float()
         expected = judge(head_of(x, y), z)
@@ -72,7 +72,7 @@ class TestJudge:
         assert all(torch.equal(a[others], b[others]) for a, b in zip(found, expected, strict=True))
         assert names(find_reasons(found, Criteria(), found.label >= -1))[2] == "novel"
 
-    def test_text_labels_are_indices_in_a_batch(self, rng: Rng) -> None:
+    def test_text_labels_have_index_values(self, rng: Rng) -> None:
         x, y = clouds(rng)
         head = head_of(x, np.where(y == 3, "cat", "dog"))
         assert class_values(head).tolist() == [0, 1]
@@ -83,7 +83,7 @@ class TestJudge:
 
 
 class TestReasons:
-    def test_each_place_has_its_reason(self, rng: Rng) -> None:
+    def test_reason_by_location(self, rng: Rng) -> None:
         x, y = clouds(rng)
         head = head_of(x, y)
         centers = x[:40].mean(axis=0), x[40:].mean(axis=0)
@@ -103,14 +103,14 @@ class TestReasons:
         assert names(find_reasons(found, strict, agrees)) == ["", "", ""]
 
     @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
-    def test_a_fraction_is_the_least_safe(self, rng: Rng, fraction: float) -> None:
+    def test_flag_fraction_takes_the_least_safe(self, rng: Rng, fraction: float) -> None:
         x, y = clouds(rng)
         found = judge(head_of(x, y), torch.from_numpy(x + rng.normal(size=x.shape)).float())
         flagged = find_reasons(found, Criteria(None, fraction), torch.ones(80, dtype=torch.bool)) >= 0
         assert int(flagged.sum()) == np.ceil(fraction * 80)
         assert float(safety(found)[flagged].max()) <= float(safety(found)[~flagged].min())
 
-    def test_safety_ranks_where_trust_is_one(self) -> None:
+    def test_safety_ranks_samples_of_equal_trust(self) -> None:
         column = torch.ones(3)
         codes = torch.zeros(3, dtype=torch.int64)
         margin = torch.tensor([1.0, 3.0, torch.inf])
@@ -121,7 +121,7 @@ class TestReasons:
 
 
 class TestSummary:
-    def test_the_names_are_always_the_same(self) -> None:
+    def test_the_keys_are_always_the_same(self) -> None:
         trust, reason, yes = torch.ones(3), torch.full((3,), -1), torch.ones(3, dtype=torch.bool)
         full = summary(trust, reason, yes, yes)
         assert math.isnan(full["acc_flagged"])
@@ -149,7 +149,7 @@ class TestTable:
         keys = list(zip(table["trust"], table["margin"], table.ids, strict=True))
         assert keys == sorted(keys)
 
-    def test_rows_keep_together(self, rng: Rng) -> None:
+    def test_find_and_where_keep_rows_intact(self, rng: Rng) -> None:
         table = self.table(rng)
         by_id = {row["id"]: row for row in table.rows()}
         some = rng.permutation(30)[:7].tolist()
@@ -157,7 +157,7 @@ class TestTable:
         flagged = table.where(table.columns["reason"] >= 0)
         assert {row["id"] for row in flagged.rows()} == {i for i, row in by_id.items() if row["reason"]}
 
-    def test_files_and_frames_hold_the_same(self, rng: Rng, tmp_path: Path) -> None:
+    def test_files_and_data_frames_hold_the_rows(self, rng: Rng, tmp_path: Path) -> None:
         table = self.table(rng)
         table.to_csv(tmp_path / "t.csv")
         table.to_jsonl(tmp_path / "t.jsonl")
@@ -173,7 +173,7 @@ class TestTable:
         assert frame["reason"].tolist() == table["reason"]
         assert "... 20 more" in str(table)
 
-    def test_json_has_no_infinity(self, tmp_path: Path) -> None:
+    def test_json_lines_hold_null_for_nan_and_infinity(self, tmp_path: Path) -> None:
         columns = {
             "trust": torch.zeros(2),
             "distance": torch.tensor([torch.inf, 2.0]),
@@ -185,7 +185,7 @@ class TestTable:
         ]
         assert {row["id"]: (row["distance"], row["margin"]) for row in rows} == {4: (None, None), 5: (2.0, 1.5)}
 
-    def test_what_is_not_there(self, rng: Rng) -> None:
+    def test_missing_columns_and_ids(self, rng: Rng) -> None:
         table = self.table(rng)
         with pytest.raises(KeyError, match="no column 'colour'"):
             table["colour"]

@@ -1,4 +1,4 @@
-"""Do two ellipsoids meet, and how far is a point? Checked against constructions whose answer is known beforehand."""
+"""Separation of ellipsoids and Euclidean distance, checked on constructions with a known answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_direction(rng: np.random.Generator, dim: int) -> Array:
 
 
 def reach(e: Ellipsoid, normal: Array) -> float:
-    r"""How far the ellipsoid extends from its centre along a unit normal, :math:`\|W^{-\top} n\|`."""
+    r"""The extent of the ellipsoid from its centre along a unit normal, :math:`\|W^{-\top} n\|`."""
     return float(np.linalg.norm(np.linalg.solve(e.whitener.T, normal)))
 
 
@@ -39,17 +39,17 @@ def support(e: Ellipsoid, normal: Array) -> Array:
 
 
 def at_gap(rng: np.random.Generator, e: Ellipsoid, gap: float) -> Ellipsoid:
-    """A random ellipsoid that touches ``e`` in one point, moved away along the common normal by ``gap`` > 0."""
+    """A random ellipsoid that touches ``e`` in one point, then moved away along the common normal by ``gap`` > 0."""
     normal = random_direction(rng, e.dim)
     other = random_ellipsoid(rng, e.dim)
     return Ellipsoid(support(e, normal) + gap * normal + support(other, normal) - other.center, other.whitener)
 
 
 def at_depth(rng: np.random.Generator, e: Ellipsoid, depth: float) -> Ellipsoid:
-    r"""A random ellipsoid that touches ``e`` in one point, moved inward by a share of the chord through that point.
+    r"""A random ellipsoid that touches ``e`` in one point, then moved inward by a share of its chord there.
 
-    The chord of ``e`` along its normal :math:`n` has length :math:`2 / (\|W^{-\top} n\| \|W n\|^2)`; the moved tip
-    stays on it, so the two have a point in common.
+    The chord of ``e`` along its normal :math:`n` has length :math:`2 / (\|W^{-\top} n\| \|W n\|^2)`. The moved tip
+    stays on the chord, so the two ellipsoids have a point in common.
     """
     normal = random_direction(rng, e.dim)
     other = random_ellipsoid(rng, e.dim)
@@ -60,7 +60,7 @@ def at_depth(rng: np.random.Generator, e: Ellipsoid, depth: float) -> Ellipsoid:
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("gap", [1e-7, 1e-3, 0.1, 10.0])
-def test_disjoint_ellipsoids_do_not_meet(rng: np.random.Generator, dim: int, gap: float) -> None:
+def test_disjoint_ellipsoids_do_not_intersect(rng: np.random.Generator, dim: int, gap: float) -> None:
     e = random_ellipsoid(rng, dim)
     other = at_gap(rng, e, gap)
     assert not e.intersects(other)
@@ -69,7 +69,7 @@ def test_disjoint_ellipsoids_do_not_meet(rng: np.random.Generator, dim: int, gap
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("depth", [1e-6, 1e-3, 0.1, 0.9])
-def test_overlapping_ellipsoids_meet(rng: np.random.Generator, dim: int, depth: float) -> None:
+def test_overlapping_ellipsoids_intersect(rng: np.random.Generator, dim: int, depth: float) -> None:
     e = random_ellipsoid(rng, dim)
     other = at_depth(rng, e, depth)
     assert e.intersects(other)
@@ -78,7 +78,7 @@ def test_overlapping_ellipsoids_meet(rng: np.random.Generator, dim: int, depth: 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_common_point_means_intersection(rng: np.random.Generator, dim: int) -> None:
-    """Two ellipsoids placed around one point, which each of them holds, deep inside or just so."""
+    """Two ellipsoids are placed so that both contain one point, deep inside or barely."""
     point = rng.normal(size=dim)
     for depth in [0.0, 0.5, 0.999999]:
         pair = []
@@ -90,7 +90,7 @@ def test_common_point_means_intersection(rng: np.random.Generator, dim: int) -> 
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_nested_ellipsoids_meet(rng: np.random.Generator, dim: int) -> None:
+def test_nested_ellipsoids_intersect(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     tiny = Ellipsoid.ball(e.center + np.linalg.solve(e.whitener, 0.9 * random_direction(rng, dim)), radius=1e-9)
     assert e.intersects(tiny)
@@ -113,7 +113,7 @@ def test_separating_normal_separates(rng: np.random.Generator, dim: int) -> None
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_without_separation_there_is_no_normal(rng: np.random.Generator, dim: int) -> None:
+def test_intersecting_ellipsoids_have_no_separating_normal(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     other = at_depth(rng, e, depth=0.01)
     result = separation(e.center, e.whitener, other.center, other.whitener)
@@ -124,7 +124,7 @@ def test_without_separation_there_is_no_normal(rng: np.random.Generator, dim: in
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_intersection_is_symmetric_and_affine_invariant(rng: np.random.Generator, dim: int) -> None:
-    """On pairs whose answer is not known: centres at random, so that some meet and some do not."""
+    """On pairs with random centres, of which some intersect and some do not."""
     for _ in range(30):
         e, other = random_ellipsoid(rng, dim), random_ellipsoid(rng, dim)
         matrix = random_ellipsoid(rng, dim).whitener
@@ -136,15 +136,15 @@ def test_intersection_is_symmetric_and_affine_invariant(rng: np.random.Generator
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("relative_gap", [-1e-9, 1e-9, -0.3, 0.3])
-def test_balls_meet_when_their_radii_reach(rng: np.random.Generator, dim: int, relative_gap: float) -> None:
+def test_balls_intersect_if_their_radii_reach(rng: np.random.Generator, dim: int, relative_gap: float) -> None:
     r1, r2 = 10.0 ** rng.uniform(-3, 3, size=2)
     center = rng.normal(size=dim)
     other = center + (r1 + r2) * (1 + relative_gap) * random_direction(rng, dim)
     assert Ellipsoid.ball(center, r1).intersects(Ellipsoid.ball(other, r2)) == (relative_gap < 0)
 
 
-def test_touching_balls_meet() -> None:
-    """The sets are closed. Equal radii that are powers of two: nothing is rounded, so touching is exact."""
+def test_touching_balls_intersect() -> None:
+    """The sets are closed. Equal radii that are powers of two avoid rounding, so the balls touch exactly."""
     for dim in DIMS:
         for radius in [0.25, 1.0, 8.0]:
             ball = Ellipsoid.ball(np.zeros(dim), radius)
@@ -155,8 +155,8 @@ def test_touching_balls_meet() -> None:
 
 @pytest.mark.parametrize("dim", [2, 3, 8])
 @pytest.mark.parametrize("thickness", [1e-3, 1e-6])
-def test_thin_ellipsoids_are_told_apart(rng: np.random.Generator, dim: int, thickness: float) -> None:
-    """Two parallel discs a fraction of their thickness apart, in any orientation and away from the origin."""
+def test_thin_parallel_ellipsoids(rng: np.random.Generator, dim: int, thickness: float) -> None:
+    """Two parallel discs about twice their half thickness apart, in any orientation and away from the origin."""
     rotation = random_rotation(rng, dim)
     axes = np.append(rng.uniform(0.5, 2.0, dim - 1), thickness)
     whitener = (rotation / axes) @ rotation.T
@@ -171,7 +171,7 @@ def test_thin_ellipsoids_are_told_apart(rng: np.random.Generator, dim: int, thic
 
 @pytest.mark.parametrize("thickness", [1e-3, 1e-6])
 def test_crossing_needles(rng: np.random.Generator, thickness: float) -> None:
-    """Two needles at right angles in three dimensions pass each other at twice their thickness."""
+    """Two needles at right angles in three dimensions touch at a distance of twice their half thickness."""
     rotation, center = random_rotation(rng, 3), rng.normal(size=3)
     for factor, meet in [(1.9, True), (2.1, False)]:
         along_x = Ellipsoid(center, (np.diag([1.0, 1 / thickness, 1 / thickness])) @ rotation.T)
@@ -183,11 +183,11 @@ def test_crossing_needles(rng: np.random.Generator, thickness: float) -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_distance_of_a_point_pushed_off_the_surface(rng: np.random.Generator, dim: int) -> None:
-    r"""The optimality condition read backwards.
+def test_distance_of_points_moved_along_their_normals(rng: np.random.Generator, dim: int) -> None:
+    r"""A point moved from the surface along its normal by :math:`t` is at distance :math:`t`.
 
-    :math:`x` on the surface is the nearest point to :math:`z` exactly when :math:`z - x` is a nonnegative multiple of
-    the normal :math:`W^\top W (x - c)`: points pushed out along their normals by :math:`t` are at distance :math:`t`.
+    By the optimality condition, :math:`x` on the surface is the nearest point to :math:`z` exactly if :math:`z - x` is
+    a nonnegative multiple of the normal :math:`W^\top W (x - c)`.
     """
     e = random_ellipsoid(rng, dim)
     normals = np.array([random_direction(rng, dim) for _ in range(40)])
@@ -198,7 +198,7 @@ def test_distance_of_a_point_pushed_off_the_surface(rng: np.random.Generator, di
 
 @pytest.mark.parametrize("dim", [2, 3, 8])
 def test_the_nearest_point_satisfies_the_optimality_condition(rng: np.random.Generator, dim: int) -> None:
-    """The gradient of the distance leads back to the nearest point: it lies on the surface, with the right normal."""
+    """The gradient of the distance gives the nearest point, which lies on the surface with this gradient as normal."""
     e = random_ellipsoid(rng, dim, spread=3.0)
     h = 1e-5  # central differences of a function with curvature of order 1: errors of order 1e-10
     for _ in range(5):
@@ -213,15 +213,14 @@ def test_the_nearest_point_satisfies_the_optimality_condition(rng: np.random.Gen
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_distance_agrees_with_projected_gradients(rng: np.random.Generator, dim: int) -> None:
-    """A reference that knows nothing of the secular equation: min ||c + W^-1 u - z|| over the unit ball of u."""
+    """An independent reference without the secular equation: min ||c + W^-1 u - z|| over the unit ball of u."""
     e = random_ellipsoid(rng, dim, spread=2.0)
     z = e.center + rng.normal(scale=4.0, size=(20, dim))
     inverse = np.linalg.inv(e.whitener)
     step = 1 / np.linalg.norm(inverse, 2) ** 2
     u = np.zeros_like(z)
-    for _ in range(
-        1000
-    ):  # squared semi-axes differ by at most 16: the error shrinks by at least 1/16 of itself per step
+    # The ratio of the squared semi-axes is at most 16, so each step reduces the error by at least 1/16.
+    for _ in range(1000):
         u -= step * (e.center + u @ inverse.T - z) @ inverse
         u /= np.maximum(np.linalg.norm(u, axis=1, keepdims=True), 1.0)
     reference = np.linalg.norm(e.center + u @ inverse.T - z, axis=1)
@@ -249,8 +248,8 @@ def test_distance_to_a_ball(rng: np.random.Generator, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_distance_moves_with_the_ellipsoid(rng: np.random.Generator, dim: int) -> None:
-    """Rotation and translation leave it unchanged; scaling by s multiplies it by s."""
+def test_distance_under_rigid_motion_and_scaling(rng: np.random.Generator, dim: int) -> None:
+    """Rotation and translation leave the distance unchanged; scaling by s multiplies it by s."""
     e = random_ellipsoid(rng, dim)
     z = e.center + rng.normal(scale=8.0, size=(20, dim))
     rotation, offset, scale = random_rotation(rng, dim), rng.normal(size=dim), 10.0 ** rng.uniform(-2, 2)
@@ -259,7 +258,7 @@ def test_distance_moves_with_the_ellipsoid(rng: np.random.Generator, dim: int) -
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_distance_of_a_batch_is_that_of_its_points(rng: np.random.Generator, dim: int) -> None:
+def test_distance_of_a_batch_equals_that_of_its_points(rng: np.random.Generator, dim: int) -> None:
     e = random_ellipsoid(rng, dim)
     z = e.center + rng.normal(scale=3.0, size=(40, dim)) * 10.0 ** rng.uniform(-3, 3, size=(40, 1))
     one_by_one = np.concatenate([e.euclidean_distance(point[None]) for point in z])
@@ -268,7 +267,7 @@ def test_distance_of_a_batch_is_that_of_its_points(rng: np.random.Generator, dim
 
 
 def test_distance_on_the_axes(rng: np.random.Generator) -> None:
-    """Coordinates that are exactly zero drop out of the secular equation."""
+    """Coordinates that are exactly zero vanish from the secular equation."""
     axes = 10.0 ** rng.uniform(-2, 2, size=6)
     outward = axes * rng.uniform(1.1, 50, size=6)
     z = np.diag(outward)
@@ -278,13 +277,13 @@ def test_distance_on_the_axes(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("thickness", [1e-3, 1e-6])
 def test_distance_to_a_thin_disc(rng: np.random.Generator, thickness: float) -> None:
-    """Pushed off by their normals as above, from every part of the rim, far away and close by."""
+    """Points moved along their normals as above, from every part of the rim, far away and close."""
     rotation, center = random_rotation(rng, 3), rng.normal(size=3)
     disc = Ellipsoid(center, (rotation / np.array([1.0, 2.0, thickness])) @ rotation.T)
     normals = np.array([random_direction(rng, 3) for _ in range(60)])
     feet = np.array([support(disc, n) for n in normals])
     t = 10.0 ** rng.uniform(-3, 3, size=60)
-    # Writing the whitener down as a dense matrix already moves the rim by this much.
+    # Rounding the whitener to a dense matrix already moves the rim by this much.
     rounding = 10 * np.finfo(float).eps / thickness
     np.testing.assert_allclose(disc.euclidean_distance(feet + t[:, None] * normals), t, rtol=1e-9, atol=rounding)
 
@@ -292,7 +291,7 @@ def test_distance_to_a_thin_disc(rng: np.random.Generator, thickness: float) -> 
 @pytest.mark.parametrize("gap", [-1.0, -1e-6, 1e-6, 1.0])
 def test_intervals_in_one_dimension(rng: np.random.Generator, gap: float) -> None:
     (r1, r2), (c,) = rng.uniform(0.1, 5.0, size=2), rng.normal(size=1)
-    gap = max(gap, -min(r1, r2))  # a partial overlap, not one inside the other
+    gap = max(gap, -min(r1, r2))  # a partial overlap: neither interval contains the other
     left = Ellipsoid(np.array([c]), np.array([[-1 / r1]]))
     right = Ellipsoid(np.array([c + r1 + r2 + gap]), np.array([[1 / r2]]))
     assert left.intersects(right) == (gap < 0)

@@ -1,4 +1,4 @@
-"""The trust head on a CUDA device: what it says on the CPU, without a wait, and in a CUDA graph."""
+"""The trust head on a CUDA device: agreement with the CPU, no synchronisation, CUDA graphs and streams."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ pytestmark = pytest.mark.gpu
 Rng = np.random.Generator
 DIM = 16
 
-# How far apart float32 may be where sums are taken in another order, as (absolute, relative). Thin ellipsoids, and t
-# densities with many degrees of freedom, multiply its 6e-8 by some thousand. Against float64, in 20 000 rows of heads
-# like these, the largest differences were 1e-4 in distances and strangeness, 1e-5 in confidence and joint score, one
-# rank in p-values. A few times that is allowed; products in TF32, which err by 1e-3, are not.
+# Tolerances (absolute, relative) of float32 results whose sums have another order. Thin ellipsoids, and t densities
+# with many degrees of freedom, multiply the rounding error of 6e-8 by about a thousand. The tolerances allow a few
+# times this error, and two ranks in p-values. They do not allow TF32 products, whose error is 1e-3.
 FLOAT32 = {
     "trust": (1e-5, 0.0),
     "distance": (3e-4, 3e-5),
@@ -34,7 +33,7 @@ FLOAT32 = {
     "network_margin": (1e-4, 2e-4),
     "confidence": (1e-4, 0.0),
     "p_value": (2.1 / 251, 0.0),
-    "class_p_value": (0.06, 0.0),  # with twelve classes a class has some twenty points to rank
+    "class_p_value": (0.06, 0.0),  # each of twelve classes has about twenty ranked points
     "strangeness": (2e-3, 1e-4),
     "joint": (2e-4, 0.0),
 }
@@ -42,7 +41,7 @@ DECISIONS = ("label", "rule", "nearest", "runner_up", "accept")
 
 
 def draw(rng: Rng, count: int, classes: int = 3) -> tuple[Array, Array, Array]:
-    """Classes that overlap, and the logits of a network that sees them through noise."""
+    """Overlapping classes, and the logits of a network that sees the points with noise."""
     means = 2.5 * np.eye(classes, DIM) + 1.0
     labels = rng.permutation(np.arange(count) % classes)
     x = means[labels] + rng.normal(size=(count, DIM))
@@ -57,14 +56,14 @@ def calibrated(rng: Rng, classes: int = 3, **options: Any) -> TrustHead:
 
 
 def batch(rng: Rng, count: int, classes: int = 3) -> tuple[Tensor, Tensor]:
-    """Embeddings, some of them strange, and logits."""
+    """Embeddings, a fifth of them out of distribution, and logits."""
     x, _, logits = draw(rng, count, classes)
     x[::5] = 4.0 * rng.normal(size=x[::5].shape)
     return torch.from_numpy(x).float(), torch.from_numpy(logits).float()
 
 
 def agree(found: HeadPrediction, expected: HeadPrediction, most_apart: float = 0.001) -> None:
-    """Every field within its tolerance, and every decision, in all rows but a few that lie on a boundary."""
+    """Check that all fields agree within tolerance and all decisions are equal, except in a few rows at a boundary."""
     allowed = most_apart * len(expected.label)
 
     def rows(same: Tensor) -> int:
@@ -102,14 +101,14 @@ class TestAgreesWithTheCpu:
         agree(moved(z.cuda(), labels=labels.cuda()), model(z, labels=labels))
         assert 0.1 < float(out.accept.float().mean()) < 0.99
 
-    @pytest.mark.parametrize("options", [{"normalize": None}, {"normalize": "standardize"}, {"witnesses": 0}])
+    @pytest.mark.parametrize("options", [{"normalize": None}, {"normalize": "standardize"}, {"reference_points": 0}])
     def test_every_kind_of_head(self, rng: Rng, options: dict[str, Any]) -> None:
         model = calibrated(rng, **options)
         z, logits = batch(rng, 5000)
         agree(on(model)(z.cuda(), logits=logits.cuda()), model(z, logits=logits))
 
     @pytest.mark.parametrize("precision", ["high", "medium"])
-    def test_whatever_matrix_products_may_do(self, rng: Rng, precision: str) -> None:
+    def test_every_precision_of_matrix_products(self, rng: Rng, precision: str) -> None:
         model = calibrated(rng)
         z, logits = batch(rng, 5000)
         moved = on(model)
@@ -134,7 +133,7 @@ class TestAgreesWithTheCpu:
             a, b = getattr(out, name).cpu(), getattr(expected, name)
             assert a.dtype == b.dtype
             if b.is_floating_point():
-                # A rank is a line between two values that may lie close, which makes digits of their difference.
+                # Interpolating a rank between two close values amplifies the rounding error of their difference.
                 assert torch.allclose(a, b, rtol=1e-9, atol=1e-8, equal_nan=True), name
             else:
                 assert torch.equal(a, b), name
@@ -157,7 +156,7 @@ class TestAgreesWithTheCpu:
             assert points.grad is not None
             grads.append(points.grad.cpu())
         apart = (grads[0] - grads[1]).norm(dim=1) > 1e-2 * grads[0].norm(dim=1)
-        assert int(apart.sum()) <= 2, "but for points between two ellipsoids"
+        assert int(apart.sum()) <= 2, "only points between two ellipsoids may differ"
 
 
 class TestShapesAndNumbers:
@@ -174,7 +173,7 @@ class TestShapesAndNumbers:
             assert all(field.shape == (count,) for field in out)
 
     def test_flagged_rows(self, rng: Rng) -> None:
-        """NaN, infinity, zeros on the unit sphere and numbers too large among embeddings, and NaN among logits."""
+        """Embeddings of NaN, infinity, zeros (with unit length) and values that overflow, and logits of NaN."""
         model = calibrated(rng)
         z, logits = batch(rng, 1000)
         z[0], z[1, 2], z[2, 0], z[3] = 0.0, torch.nan, torch.inf, 1e30
@@ -205,7 +204,7 @@ class TestShapesAndNumbers:
         with pytest.raises(ValueError, match=r"logits hold NaN.* in 1 rows, first in row 9"):
             moved(z, logits=logits)
 
-    def test_logits_elsewhere(self, rng: Rng) -> None:
+    def test_logits_on_another_device(self, rng: Rng) -> None:
         z, logits = batch(rng, 10)
         with pytest.raises(ValueError, match="logits are on cpu and embeddings on cuda"):
             on(calibrated(rng))(z.cuda(), logits=logits)
@@ -243,10 +242,10 @@ class TestShapesAndNumbers:
         assert near(z[:0].cuda()).shape == (0, len(sizes))
 
 
-class TestLivesOnTheDevice:
+class TestOnTheDevice:
     def test_save_and_load(self, rng: Rng, tmp_path: Path) -> None:
         moved = on(calibrated(rng))
-        granted = moved.accept_at(risk=0.2)
+        acceptance = moved.accept_at(risk=0.2)
         moved.save(tmp_path / "head.safetensors")
         again = TrustHead.load(tmp_path / "head.safetensors", device="cuda")
         for name, buffer in moved.named_buffers():
@@ -255,12 +254,12 @@ class TestLivesOnTheDevice:
             assert torch.equal(other.nan_to_num(-9.0), buffer.nan_to_num(-9.0)), name
         z, logits = (tensor.cuda() for tensor in batch(rng, 2000))
         agree(again(z, logits=logits), moved(z, logits=logits))
-        assert str(again.accept_at(risk=0.2)) == str(granted)
+        assert str(again.accept_at(risk=0.2)) == str(acceptance)
         agree(TrustHead.load(tmp_path / "head.safetensors")(z.cpu(), logits=logits.cpu()), moved(z, logits=logits))
 
     def test_a_checkpoint(self, rng: Rng, tmp_path: Path) -> None:
-        """Into a head on the device with other classes and sizes."""
-        moved, other = on(calibrated(rng)), on(calibrated(rng, 2, witnesses=50))
+        """Loading into a head on the device with other classes and sizes."""
+        moved, other = on(calibrated(rng)), on(calibrated(rng, 2, reference_points=50))
         torch.save(moved.state_dict(), tmp_path / "head.ckpt")
         other.load_state_dict(torch.load(tmp_path / "head.ckpt", weights_only=True))
         assert {buffer.device.type for buffer in other.buffers()} == {"cuda"}
@@ -276,18 +275,18 @@ class TestLivesOnTheDevice:
         moved.calibrate(*(tensor.cuda() for tensor in held))
         assert {buffer.device.type for buffer in moved.buffers()} == {"cuda"}
         z, logits = batch(rng, 3000)
-        for wish in ({"flag_rate": 0.1}, {"risk": 0.2}, {"risk": 0.3, "delta": 0.2}):
-            expected, granted = model.accept_at(**wish), moved.accept_at(**wish)
-            assert granted.points == expected.points == 250
-            # A rank or two among 250.
-            assert granted.coverage == pytest.approx(expected.coverage, abs=0.02)
-            assert granted.threshold == pytest.approx(expected.threshold, abs=0.03)
-            # Both thresholds lie between the same few points, and so may some that are judged.
+        for request in ({"flag_rate": 0.1}, {"risk": 0.2}, {"risk": 0.3, "delta": 0.2}):
+            expected, acceptance = model.accept_at(**request), moved.accept_at(**request)
+            assert acceptance.points == expected.points == 250
+            # One or two ranks of 250.
+            assert acceptance.coverage == pytest.approx(expected.coverage, abs=0.02)
+            assert acceptance.threshold == pytest.approx(expected.threshold, abs=0.03)
+            # The thresholds differ by a few ranks; new points between them get different decisions.
             agree(moved(z.cuda(), logits=logits.cuda()), model(z, logits=logits), most_apart=0.02)
         own, there = model.calibrate(*held[:2]), moved.calibrate(*(tensor.cuda() for tensor in held[:2]))
         agree(there(z.cuda()), own(z), most_apart=0.02)
 
-    def test_answers_in_the_users_terms(self, rng: Rng) -> None:
+    def test_predict_and_explain(self, rng: Rng) -> None:
         model = calibrated(rng)
         z, _ = batch(rng, 1000)
         moved = on(model)
@@ -307,7 +306,7 @@ class TestLivesOnTheDevice:
             assert a["score"] == b["score"]
             for name, value in b.items():
                 if name != "score":
-                    # Of 200 rows a few near ties may change places.
+                    # Near ties among 200 rows may change their order.
                     assert a[name] == pytest.approx(value, abs=0.02, nan_ok=True), (a["score"], name)
 
     def test_baselines(self, rng: Rng) -> None:
@@ -323,12 +322,12 @@ class TestLivesOnTheDevice:
             assert torch.allclose(found[name].cpu(), values, rtol=1e-5, atol=1e-7), name
 
 
-class TestWaitsForNothing:
-    def test_waiting_is_seen(self) -> None:
+class TestDoesNotSynchronise:
+    def test_synchronisation_is_detected(self) -> None:
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match="synchroniz"), waiting_is_an_error():
             bool(x.any())
-        assert bool(x.any()), "the mode is as it was"
+        assert bool(x.any()), "the mode must be restored"
 
     @pytest.mark.parametrize("classes", [2, 12])
     def test_forward(self, rng: Rng, classes: int) -> None:
@@ -343,7 +342,7 @@ class TestWaitsForNothing:
             for a, b in zip(found, expected, strict=True):
                 agree(a, b)
 
-    @pytest.mark.parametrize("options", [{"normalize": None}, {"witnesses": 0}])
+    @pytest.mark.parametrize("options", [{"normalize": None}, {"reference_points": 0}])
     def test_other_heads(self, rng: Rng, options: dict[str, Any]) -> None:
         x, labels, _ = draw(rng, 300)
         z, logits = (tensor.cuda() for tensor in batch(rng, 500))
@@ -374,7 +373,7 @@ class TestWaitsForNothing:
         with waiting_is_an_error():
             moved(z, logits=logits)
 
-    def test_to_raise_it_must_wait(self, rng: Rng) -> None:
+    def test_the_policy_to_raise_synchronises(self, rng: Rng) -> None:
         moved = on(calibrated(rng, nan_policy="raise"))
         z, logits = (tensor.cuda() for tensor in batch(rng, 100))
         moved(z, logits=logits)
@@ -399,7 +398,7 @@ class TestGraphsAndStreams:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = moved(z, logits=logits)
-        moved.sepc.nan_policy = "flag"  # as a graph does, whatever the policy
+        moved.sepc.nan_policy = "flag"  # a graph flags under every policy
         for holed in (False, False, True):
             points, others = batch(rng, 1024, classes)
             if holed:

@@ -1,4 +1,4 @@
-"""The trust head: projection, fitting from every kind of input, the network's labels, files and checkpoints."""
+"""The trust head: projection, kinds of input, the network's labels, files and checkpoints."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestProjection:
         assert np.sum((centred @ directions) ** 2) == pytest.approx(values[:4].sum())
 
     def test_lda_separates_better_than_pca(self, rng: Rng) -> None:
-        """Class means along the weakest direction: PCA misses it, LDA finds it."""
+        """The class means differ along the direction of least variance: PCA misses it, LDA finds it."""
         y = rng.integers(0, 2, 600)
         x = rng.normal(size=(600, 6)) * [10, 8, 6, 5, 4, 0.3]
         x[:, 5] += 2.0 * y
@@ -91,7 +91,7 @@ def test_fits_from_a_loader_and_an_encoder(rng: Rng) -> None:
     encoder = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Tanh())
     data = TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y))
     head = TrustHead.fit(DataLoader(data, batch_size=64), encoder=encoder)
-    assert encoder.training, "the encoder must be left as it was"
+    assert encoder.training, "the encoder must be in training mode again"
     encoder.eval()
     with torch.no_grad():
         z = encoder(data.tensors[0])
@@ -99,7 +99,7 @@ def test_fits_from_a_loader_and_an_encoder(rng: Rng) -> None:
     assert same(head(z), TrustHead.fit(z, y)(z))
 
 
-def test_the_networks_label_is_judged(rng: Rng) -> None:
+def test_the_networks_label_is_assessed(rng: Rng) -> None:
     x, y = embeddings(rng)
     head = TrustHead.fit(x, y)
     z = torch.from_numpy(x).float()
@@ -113,18 +113,18 @@ def test_the_networks_label_is_judged(rng: Rng) -> None:
     assert float((out.network_trust < alone.trust).float().mean()) > 0.95
     assert float((out.network_margin < 1).float().mean()) > 0.9
     logits = nn.functional.one_hot(wrong, 3).float()
-    assert same(HeadPrediction(*head(z, logits=logits)[:10], *out[10:]), out), "softmax speaks only for confidence"
+    assert same(HeadPrediction(*head(z, logits=logits)[:10], *out[10:]), out), "logits affect the confidence only"
     judged = Prediction(*out[:7])._replace(label=out.network_label, trust=out.network_trust)
     assert torch.equal(out.abstain(0.7), judged.abstain(0.7))
 
 
-def test_the_head_is_right_and_knows_strangers(rng: Rng) -> None:
+def test_accuracy_and_distance_of_unknown_points(rng: Rng) -> None:
     x, y = embeddings(rng, count=1500)
     head = TrustHead.fit(x[:1000], y[:1000])
     out = head(torch.from_numpy(x[1000:]).float())
     assert float((out.label.numpy() == y[1000:]).mean()) > 0.9
-    strange = torch.from_numpy(-4 * np.eye(3, 12)[y[1000:]] + rng.normal(size=(500, 12))).float()
-    assert float(head(strange).distance.median()) > 1.5 * float(out.distance.median())
+    unknown = torch.from_numpy(-4 * np.eye(3, 12)[y[1000:]] + rng.normal(size=(500, 12))).float()
+    assert float(head(unknown).distance.median()) > 1.5 * float(out.distance.median())
 
 
 def test_default_sizes() -> None:
@@ -155,8 +155,8 @@ def test_save_and_load(rng: Rng, tmp_path: Path) -> None:
         TrustHead.load(tmp_path / "head.safetensors", device=f"cuda:{torch.cuda.device_count()}")
 
 
-def test_lives_in_a_checkpoint(rng: Rng, tmp_path: Path) -> None:
-    """A module with a head of another size loads the checkpoint, metadata included, with weights_only."""
+def test_a_checkpoint_of_another_size(rng: Rng, tmp_path: Path) -> None:
+    """A module with a head of another size loads the checkpoint with weights_only, including metadata."""
 
     class Model(nn.Module):
         def __init__(self, head: TrustHead) -> None:
@@ -176,7 +176,20 @@ def test_lives_in_a_checkpoint(rng: Rng, tmp_path: Path) -> None:
     z = torch.from_numpy(x).float()
     assert same(other(z), model(z))
     assert other.head.classes == [0, 1, 2]
-    assert not list(model.head.parameters()), "nothing in a head trains"
+    assert not list(model.head.parameters()), "a head must have no trainable parameters"
+
+
+def test_witnesses_is_a_deprecated_name_of_reference_points(rng: Rng) -> None:
+    x, y = embeddings(rng)
+    z = torch.from_numpy(x[:50]).float()
+    expected = TrustHead.fit(x, y, reference_points=60)
+    assert expected.evidence is not None
+    assert len(expected.evidence.reference_points.codes) <= 60
+    with pytest.warns(DeprecationWarning, match="use reference_points"):
+        found = TrustHead.fit(x, y, witnesses=60)
+    assert same(found(z), expected(z))
+    with pytest.raises(ValueError, match="Pass reference_points only"):
+        TrustHead.fit(x, y, witnesses=60, reference_points=60)
 
 
 def test_half_precision_and_autocast(rng: Rng) -> None:
@@ -210,13 +223,13 @@ def test_explain(rng: Rng) -> None:
         ({"encoder": nn.Identity(), "labels": None, "embeddings": []}, ValueError, "batches are empty"),
     ],
 )
-def test_refuses_bad_input(rng: Rng, change: dict[str, object], error: type[Exception], message: str) -> None:
+def test_rejects_invalid_input(rng: Rng, change: dict[str, object], error: type[Exception], message: str) -> None:
     x, y = embeddings(rng)
     with pytest.raises(error, match=message):
         TrustHead.fit(**{"embeddings": x, "labels": y, **change})  # type: ignore[arg-type]
 
 
-def test_refuses_what_does_not_fit(rng: Rng) -> None:
+def test_rejects_inputs_of_the_wrong_shape(rng: Rng) -> None:
     x, y = embeddings(rng)
     head = TrustHead.fit(x, y)
     z = torch.from_numpy(x).float()
@@ -250,12 +263,12 @@ def test_a_zero_embedding_has_no_direction(rng: Rng) -> None:
         ((torch.zeros(2, 3), torch.zeros(2)), "got a dict"),
     ],
 )
-def test_batches_that_do_not_fit(batch: object, message: str) -> None:
+def test_rejects_invalid_batches(batch: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         TrustHead.fit([batch], encoder=lambda x: {"z": x})  # type: ignore[arg-type,return-value]
 
 
-def test_sizes_that_do_not_fit(rng: Rng) -> None:
+def test_rejects_invalid_sizes_and_logits(rng: Rng) -> None:
     x, y = embeddings(rng)
     with pytest.raises(ValueError, match="dim=20 is more than the 12 features"):
         TrustHead.fit(x, y, dim=20)

@@ -1,4 +1,4 @@
-"""A calibrated head: promises kept over many draws, refusals, files and checkpoints and precision."""
+"""A calibrated head: guarantees over many draws, acceptance, files, checkpoints, precision and input errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
 
-# Of failing one comparison by chance.
+# Probability that one comparison fails by chance.
 CHANCE = 1e-8
 
 
@@ -34,45 +34,45 @@ def same(a: HeadPrediction, b: HeadPrediction) -> bool:
 
 
 def close(a: HeadPrediction, b: HeadPrediction) -> bool:
-    """What calibration says, up to rounding, which can move a point by one rank of a hundred where two lie close."""
+    """Whether calibrated values agree up to rounding, which can move a point by one rank in a hundred."""
     apart = {"confidence": 1e-3, "joint": 0.05}
     return all(torch.allclose(getattr(a, n).double(), getattr(b, n).double(), atol=most) for n, most in apart.items())
 
 
-@pytest.mark.parametrize(("with_logits", "witnesses"), [(True, 100), (False, 0)])
-def test_promises_hold_over_many_draws(rng: Rng, with_logits: bool, witnesses: int) -> None:
-    """The points to judge are a pool, drawn from with replacement to calibrate, so that the truth is known exactly."""
-    head = fit(rng, witnesses=witnesses)
+@pytest.mark.parametrize(("with_logits", "reference_points"), [(True, 100), (False, 0)])
+def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_points: int) -> None:
+    """Calibration sets are drawn with replacement from a pool, so that the true risk is known exactly."""
+    head = fit(rng, reference_points=reference_points)
     x, labels, logits = draw(rng, 500)
     z, scores, truth = batch(x), torch.from_numpy(logits), torch.from_numpy(labels)
     given = scores if with_logits else None
     label = head(z, logits=given).network_label
     right = label == truth
     assert head.evidence is not None
-    own, facts = head.evidence(z, truth), head.evidence(z, label)
+    own, values = head.evidence(z, truth), head.evidence(z, label)
     draws, points, delta, rate = 25, 100, 0.3, 0.15
-    risk = 0.7 * float((~right).double().mean())  # not kept by accepting everything
+    risk = 0.7 * float((~right).double().mean())  # so that accepting everything violates the risk
     levels = torch.tensor([0.05, 0.1, 0.25, 0.5])
     failed, refused, small, small_in_class = 0, [], [], []
     for _ in range(draws):
         rows = rng.integers(0, len(x), points)
         head.calibrate(x[rows], labels[rows], logits[rows] if with_logits else None, seed=int(rng.integers(1000)))
         assert head.calibration is not None
-        granted = head.accept_at(risk=risk, delta=delta)
-        out = head.calibration(facts, label, given)
-        failed += granted.found and float((~right[out.accept]).double().mean()) > risk
+        acceptance = head.accept_at(risk=risk, delta=delta)
+        out = head.calibration(values, label, given)
+        failed += acceptance.found and float((~right[out.accept]).double().mean()) > risk
         head.accept_at(flag_rate=rate)
-        refused.append(float((~head.calibration(facts, label, given).accept).double().mean()))
+        refused.append(float((~head.calibration(values, label, given).accept).double().mean()))
         small.append((out.p_value[:, None] <= levels + 1e-6).double().mean(dim=0).numpy())
-        # Within a class, for points of that class: the true labels are judged.
+        # The class-conditional guarantee holds for the true label of a point.
         p = head.calibration(own, truth).class_p_value
         small_in_class.append([(p[truth == c, None] <= levels + 1e-6).double().mean(dim=0).numpy() for c in range(3)])
-    # What was judged in parts is what the head says.
+    # Evidence and calibration called separately agree with the head.
     assert torch.allclose(head(z, logits=given).joint, out.joint)
     assert failed <= binom.isf(CHANCE, draws, delta)
 
     def at_most(means: Array, allowed: Array | float) -> bool:
-        """Whether shares, one for every draw, have an expectation of at most so much: seven standard errors."""
+        """Whether the mean share over draws is at most ``allowed``, within seven standard errors."""
         return bool((means.mean(axis=0) <= allowed + 7.0 * means.std(axis=0) / math.sqrt(draws) + 1e-3).all())
 
     assert at_most(np.array(refused), rate)
@@ -85,7 +85,7 @@ def log_loss(confidence: Tensor, right: Tensor) -> float:
 
 
 def test_a_hundred_points_do_not_overfit(rng: Rng) -> None:
-    """On average over six draws hardly worse than the best of all temperatures and biases, chosen with the truth."""
+    """The mean log loss of six draws is close to that of the best temperature and bias, chosen on the test labels."""
     head = fit(rng)
     x, labels, logits = draw(rng, 1000)
     z, scores = batch(x), torch.from_numpy(logits)
@@ -106,7 +106,7 @@ def test_a_hundred_points_do_not_overfit(rng: Rng) -> None:
 
 
 def test_confidence_is_calibrated_with_many_points(rng: Rng) -> None:
-    """Among points of like confidence that share is right, within what a count of them allows and a fifteenth."""
+    """In five bins of confidence the accuracy equals the mean confidence, within sampling error plus 0.066."""
     head = fit(rng)
     x, labels, logits = draw(rng, 4000)
     head.calibrate(x[:2000], labels[:2000], logits[:2000])
@@ -117,7 +117,7 @@ def test_confidence_is_calibrated_with_many_points(rng: Rng) -> None:
         assert abs(expected - share) < 6 * math.sqrt(0.25 / len(rows)) + 0.066
 
 
-def test_strangers_are_strange(rng: Rng) -> None:
+def test_unknown_points_are_less_typical(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 400)
     head.calibrate(x, labels, logits)
@@ -127,21 +127,21 @@ def test_strangers_are_strange(rng: Rng) -> None:
     assert far.strangeness.min() > known.strangeness.max()
     assert float(far.joint.max()) < float(known.joint.median())
     away = head(torch.logspace(1, 6, 20)[:, None] * batch(x[:1]))
-    assert (away.strangeness.diff() > 0).all(), "no ties, however far"
+    assert (away.strangeness.diff() > 0).all(), "distant points must have no ties"
 
 
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_where_nothing_qualifies_nothing_is_accepted(rng: Rng, with_logits: bool) -> None:
+def test_acceptance_when_no_threshold_qualifies(rng: Rng, with_logits: bool) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 100)
     head.calibrate(x, labels, logits if with_logits else None)
     given = torch.from_numpy(logits) if with_logits else None
-    granted = head.accept_at(risk=1e-4)
-    assert not granted.found
-    assert granted.threshold == math.inf
-    assert granted.coverage == 0.0
-    assert math.isnan(granted.error)
-    assert granted.points == 50
+    acceptance = head.accept_at(risk=1e-4)
+    assert not acceptance.found
+    assert acceptance.threshold == math.inf
+    assert acceptance.coverage == 0.0
+    assert math.isnan(acceptance.error)
+    assert acceptance.points == 50
     assert not head(batch(x), logits=given).accept.any()
     with pytest.warns(UserWarning, match=r"50 ranked points are too few .* at least 0\.0196"):
         everything = head.accept_at(flag_rate=0.001)
@@ -150,33 +150,63 @@ def test_where_nothing_qualifies_nothing_is_accepted(rng: Rng, with_logits: bool
     assert head(batch(x), logits=given).accept.all()
 
 
-def test_what_accept_at_says_is_what_it_does(rng: Rng) -> None:
-    """On the points that were held out: those of the permutation's first part."""
+def test_accept_at_reports_coverage_and_error_of_the_ranked_points(rng: Rng) -> None:
+    """The ranked points are the first part of a seeded permutation."""
     head = fit(rng)
     x, labels, logits = draw(rng, 300)
-    head.calibrate(x, labels, logits, hold_out=0.4, seed=7)
+    head.calibrate(x, labels, logits, rank_fraction=0.4, seed=7)
     held = np.random.default_rng(7).permutation(300)[:120]
-    for wish in ({"flag_rate": 0.2}, {"risk": 0.3, "delta": 0.2}):
-        granted = head.accept_at(**wish)
+    for request in ({"flag_rate": 0.2}, {"risk": 0.3, "delta": 0.2}):
+        acceptance = head.accept_at(**request)
         out = head(batch(x), logits=torch.from_numpy(logits))
         accepted = out.accept[held]
         right = (out.network_label == torch.from_numpy(labels))[held]
-        # A score at the threshold may move by a rounding error with the size of the batch.
-        assert float(accepted.double().mean()) == pytest.approx(granted.coverage, abs=1.5 / 120)
-        assert granted.points == 120
-        if granted.coverage > 0.1:
-            assert float((~right[accepted]).double().mean()) == pytest.approx(granted.error, abs=0.1)
+        # A score at the threshold may change by a rounding error with the batch size.
+        assert float(accepted.double().mean()) == pytest.approx(acceptance.coverage, abs=1.5 / 120)
+        assert acceptance.points == 120
+        if acceptance.coverage > 0.1:
+            assert float((~right[accepted]).double().mean()) == pytest.approx(acceptance.error, abs=0.1)
+
+
+def test_hold_out_is_a_deprecated_name_of_rank_fraction(rng: Rng) -> None:
+    head = fit(rng)
+    data = draw(rng, 100)
+    expected = head.calibrate(*data, rank_fraction=0.3).accept_at(flag_rate=0.1)
+    with pytest.warns(DeprecationWarning, match="use rank_fraction"):
+        head.calibrate(*data, hold_out=0.3)
+    assert head.accept_at(flag_rate=0.1) == expected
+    assert expected.points == 30
+
+
+def older_name(name: str) -> str:
+    """Name of an array in a file of format 1."""
+    name = name.replace("evidence.reference_points", "evidence.witnesses")
+    return name.replace("held_nonconformity", "held_strangeness").replace("class_nonconformity", "class_strangeness")
+
+
+def test_older_names_in_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, other = fit(rng), fit(rng, reference_points=20)
+    x, labels, logits = draw(rng, 100)
+    head.calibrate(x, labels, logits)
+    state = {older_name(name): value for name, value in head.state_dict().items()}
+    assert len(set(state) - set(head.state_dict())) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "state_dict", lambda: state)
+        head.save(tmp_path / "head.safetensors")
+    other.load_state_dict(state)
+    for loaded in (other, TrustHead.load(tmp_path / "head.safetensors")):
+        assert same(loaded(batch(x), logits=torch.from_numpy(logits)), head(batch(x), logits=torch.from_numpy(logits)))
 
 
 def test_a_lower_risk_accepts_less(rng: Rng) -> None:
     head = fit(rng)
     head.calibrate(*draw(rng, 1000))
-    for wishes in ([{"risk": r} for r in (0.05, 0.1, 0.2, 0.4)], [{"flag_rate": r} for r in (0.5, 0.2, 0.1, 0.01)]):
-        coverage = [head.accept_at(**wish).coverage for wish in wishes]
+    for requests in ([{"risk": r} for r in (0.05, 0.1, 0.2, 0.4)], [{"flag_rate": r} for r in (0.5, 0.2, 0.1, 0.01)]):
+        coverage = [head.accept_at(**request).coverage for request in requests]
         assert coverage == sorted(coverage)
 
 
-def test_before_calibration_nothing_is_promised(rng: Rng) -> None:
+def test_before_calibration(rng: Rng) -> None:
     head = fit(rng, count=300)
     x, labels, logits = draw(rng, 1000)
     for out in (head(batch(x)), head(batch(x), logits=torch.from_numpy(logits))):
@@ -185,13 +215,13 @@ def test_before_calibration_nothing_is_promised(rng: Rng) -> None:
         assert ((out.confidence > 0) & (out.confidence <= 1)).all()
         assert not out.accept.any()
     right = out.network_label == torch.from_numpy(labels)
-    assert float(out.confidence[right].mean()) > float(out.confidence[~right].mean()), "it ranks all the same"
+    assert float(out.confidence[right].mean()) > float(out.confidence[~right].mean()), "it must rank before calibration"
 
 
 def test_labels_and_logits_of_every_kind(rng: Rng) -> None:
     x, labels, logits = draw(rng, 60)
     train = x + 0.1 * rng.normal(size=x.shape)
-    logits = logits.astype(np.float32)  # as lists of numbers become
+    logits = logits.astype(np.float32)  # exact as tensors, arrays and lists
     names = np.array(["ash", "birch", "cherry"])
     z = batch(x)
     expected = None
@@ -211,12 +241,12 @@ def test_labels_and_logits_of_every_kind(rng: Rng) -> None:
             expected = found[0]
 
 
-def test_calibrating_again_forgets_the_first_time(rng: Rng) -> None:
+def test_calibrating_again_replaces_the_first_calibration(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 200)
     z, scores = batch(x), torch.from_numpy(logits)
     once = head.calibrate(x, labels, logits, seed=5)(z, logits=scores)
-    assert same(head(z, logits=scores), once), "the same at every call"
+    assert same(head(z, logits=scores), once), "repeated calls must agree"
     own = head(z)
     head.accept_at(risk=0.3)
     head.calibrate(x[:50] + 1.0, labels[:50])
@@ -225,10 +255,10 @@ def test_calibrating_again_forgets_the_first_time(rng: Rng) -> None:
     assert same(head.calibrate(x, labels, logits, seed=5)(z, logits=scores), once)
     other = head.calibrate(x, labels, logits, seed=6)(z, logits=scores)
     assert not torch.equal(other.joint, once.joint)
-    assert torch.equal(head(z).confidence, own.confidence), "the confidence is fitted to all points"
+    assert torch.equal(head(z).confidence, own.confidence), "the confidence must be fitted to all points"
 
 
-def test_without_logits_the_own_view_judges(rng: Rng) -> None:
+def test_calibration_without_logits(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 150)
     z, scores = batch(x), torch.from_numpy(logits)
@@ -237,12 +267,12 @@ def test_without_logits_the_own_view_judges(rng: Rng) -> None:
     assert alone.joint.isfinite().all()
     with pytest.warns(UserWarning, match="calibrated without logits"):
         unknown = head(z, logits=scores)
-    head.warmup(1)  # without a warning
+    head.warmup(1)  # must not warn
     head.calibrate(x, labels, logits)
-    assert same(head(z), alone), "the own labels are judged as before"
+    assert same(head(z), alone), "logits must not change the calibration of the own labels"
     assert head(z, logits=scores).accept.any()
     for out in (unknown, head(z, labels=alone.label)):
-        assert not out.accept.any(), "a calibration that did not see such labels promises nothing of them"
+        assert not out.accept.any(), "labels without a calibration must not be accepted"
         assert out.confidence.isnan().all()
         assert out.joint.isnan().all()
         assert torch.equal(out.strangeness, alone.strangeness)
@@ -250,8 +280,8 @@ def test_without_logits_the_own_view_judges(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["l2", None])
-def test_flagged_rows_get_nothing(rng: Rng, normalize: Any) -> None:
-    """NaN, infinity and numbers too large, and on the unit sphere zeros, which have no direction."""
+def test_flagged_rows_are_not_accepted(rng: Rng, normalize: Any) -> None:
+    """NaN, infinity, values that overflow and, with unit length, zeros, which have no direction."""
     head = fit(rng, nan_policy="flag", normalize=normalize)
     x, labels, logits = draw(rng, 100)
     head.calibrate(x, labels, logits)
@@ -269,7 +299,7 @@ def test_flagged_rows_get_nothing(rng: Rng, normalize: Any) -> None:
 
 
 def test_zeros_among_the_training_points(rng: Rng) -> None:
-    """Without the unit sphere they are points like others, and spoil nobody's confidence."""
+    """Without normalising to unit length, zeros are valid and leave all values finite."""
     x, labels, logits = draw(rng, 60)
     for normalize in ("standardize", None):
         holed = x.copy()
@@ -283,7 +313,7 @@ def test_zeros_among_the_training_points(rng: Rng) -> None:
 
 
 def test_logits_that_mask_classes(rng: Rng) -> None:
-    """With -inf for what is ruled out, log odds are infinite; the confidence is not."""
+    """Logits of -inf make log odds infinite; confidence, joint score and p-value stay finite."""
     head = fit(rng)
     x, labels, logits = draw(rng, 200)
     logits[:, 2] = -np.inf
@@ -309,20 +339,20 @@ def test_a_head_without_evidence(rng: Rng, tmp_path: Path) -> None:
     assert same(TrustHead.load(tmp_path / "head.safetensors")(batch(x)), head(batch(x)))
 
 
-@pytest.mark.parametrize("witnesses", [0, 100])
+@pytest.mark.parametrize("reference_points", [0, 100])
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_files_keep_every_bit(rng: Rng, tmp_path: Path, with_logits: bool, witnesses: int) -> None:
-    head = fit(rng, witnesses=witnesses)
+def test_files_keep_every_bit(rng: Rng, tmp_path: Path, with_logits: bool, reference_points: int) -> None:
+    head = fit(rng, reference_points=reference_points)
     x, labels, logits = draw(rng, 200)
     head.calibrate(x, labels, logits if with_logits else None)
-    granted = head.accept_at(risk=0.3)
+    acceptance = head.accept_at(risk=0.3)
     head.save(tmp_path / "head.safetensors")
     again = TrustHead.load(tmp_path / "head.safetensors")
     z, scores = batch(x), torch.from_numpy(logits) if with_logits else None
     assert same(again(z), head(z))
     assert same(again(z, logits=scores), head(z, logits=scores))
-    # What was ranked is kept: another wish gives the same answer.
-    assert str(again.accept_at(risk=0.3)) == str(granted)
+    # The file keeps the ranked scores: another request gives the same threshold.
+    assert str(again.accept_at(risk=0.3)) == str(acceptance)
     assert again.accept_at(flag_rate=0.2) == head.accept_at(flag_rate=0.2)
     assert same(again(z, logits=scores), head(z, logits=scores))
 
@@ -346,11 +376,11 @@ def test_files_keep_float64(rng: Rng, tmp_path: Path) -> None:
     ("saved", "given", "calibrated"), [(80, 40, True), (80, 0, True), (0, 80, True), (80, 0, False), (0, 80, False)]
 )
 def test_checkpoints_of_other_sizes(rng: Rng, tmp_path: Path, saved: int, given: int, calibrated: bool) -> None:
-    """Into a head with other witnesses, classes and calibration, or none, and the other way round."""
-    head = fit(rng, witnesses=saved)
+    """Loading into a head with other or no reference points, other classes, and with or without a calibration."""
+    head = fit(rng, reference_points=saved)
     x, labels, logits = draw(rng, 200)
     more, kinds, _ = draw(rng, 200)
-    other = TrustHead.fit(more, kinds > 0, dim=2, normalize=None, witnesses=given)
+    other = TrustHead.fit(more, kinds > 0, dim=2, normalize=None, reference_points=given)
     if calibrated:
         head.calibrate(x, labels, logits).accept_at(risk=0.3)
     else:
@@ -365,7 +395,7 @@ def test_checkpoints_of_other_sizes(rng: Rng, tmp_path: Path, saved: int, given:
     else:
         with pytest.raises(RuntimeError, match="must be calibrated first"):
             other.accept_at(flag_rate=0.1)
-    # And it can be calibrated as if it had been fitted so.
+    # The loaded head can be calibrated again.
     assert same(
         other.calibrate(x, labels, logits)(z, logits=scores), head.calibrate(x, labels, logits)(z, logits=scores)
     )
@@ -378,7 +408,7 @@ def test_other_precisions(rng: Rng) -> None:
     expected = head.calibrate(x, labels, logits)(z, logits=scores)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert same(head(z, logits=scores), expected)
-    assert same(head.half()(z, logits=scores), expected), "never below float32"
+    assert same(head.half()(z, logits=scores), expected), "a head must stay in float32"
     rough = head(z.bfloat16(), logits=scores.bfloat16())
     assert rough.confidence.dtype == torch.float32
     assert float((rough.confidence - expected.confidence).abs().mean()) < 0.05
@@ -386,18 +416,18 @@ def test_other_precisions(rng: Rng) -> None:
     assert wide.confidence.dtype == torch.float64
     assert close(wide, expected)
     assert close(head.double()(z, logits=scores), expected)
-    # Calibrated in float64 it promises in float64: the score at the threshold is accepted.
+    # A calibration in float64 has a threshold in float64: the score at the threshold is accepted.
     head.calibrate(x, labels, logits)
-    granted = head.accept_at(flag_rate=0.1)
-    assert float(head.calibration.network.threshold) == granted.threshold  # type: ignore[union-attr]
+    acceptance = head.accept_at(flag_rate=0.1)
+    assert float(head.calibration.network.threshold) == acceptance.threshold  # type: ignore[union-attr]
     assert close(head(z, logits=scores), expected)
     assert close(head.float()(z, logits=scores), expected)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"labels": np.full(40, 9)}, r"not fitted on the labels 9; it knows 3, such as 0"),
+REJECTED: list[tuple[dict[str, Any], str]] = [
+    ({"labels": np.full(40, 9)}, r"not fitted on the labels 9; it knows 3 labels, such as 0"),
     ({"labels": np.array(["0"] * 40)}, "not fitted on the labels '0'"),
-    ({"labels": np.zeros(39)}, r"40 embeddings need 40 labels, got \(39,\)"),
+    ({"labels": np.zeros(39)}, r"40 embeddings need 40 labels, got labels of shape \(39,\)"),
     ({"labels": np.zeros((40, 3))}, "labels"),
     ({"embeddings": np.zeros((40, 4))}, r"shape \(points, 5\), got \(40, 4\)"),
     ({"embeddings": np.zeros(40)}, r"shape \(points, features\)"),
@@ -407,34 +437,34 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logits": np.zeros((40, 2))}, r"logits must have shape \(40, 3\).* got \(40, 2\)"),
     ({"logits": np.zeros((39, 3))}, r"logits must have shape \(40, 3\)"),
     ({"logits": np.full((40, 3), np.nan)}, "logits hold NaN"),
-    ({"hold_out": 0.0}, "hold_out must lie between 0 and 1, both excluded; got 0.0"),
-    ({"hold_out": 1.0}, "hold_out must lie between 0 and 1"),
-    ({"hold_out": math.nan}, "hold_out must lie between 0 and 1"),
-    ({"hold_out": 0.95}, "leaves 38 to rank and 2 to fit; both need at least 5"),
-    ({"hold_out": 0.01}, "leaves 0 to rank and 40 to fit; both need at least 5"),
+    ({"rank_fraction": 0.0}, "rank_fraction must lie between 0 and 1, both excluded; got 0.0"),
+    ({"rank_fraction": 1.0}, "rank_fraction must lie between 0 and 1"),
+    ({"rank_fraction": math.nan}, "rank_fraction must lie between 0 and 1"),
+    ({"rank_fraction": 0.95}, "leaves 38 to rank and 2 to fit; both need at least 5"),
+    ({"rank_fraction": 0.01}, "leaves 0 to rank and 40 to fit; both need at least 5"),
 ]
 
 
-def test_refuses_what_cannot_calibrate(rng: Rng) -> None:
+def test_rejects_invalid_calibration_points(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 40)
     head.calibrate(x, labels, logits)
     before = head(batch(x))
-    for change, message in REFUSED:
+    for change, message in REJECTED:
         with pytest.raises(ValueError, match=message):
             head.calibrate(**{"embeddings": x, "labels": labels, "logits": logits, **change})
-        assert same(head(batch(x)), before), "a refused calibration changes nothing"
+        assert same(head(batch(x)), before), "a failed calibration must change nothing"
 
 
-def test_refuses_wishes_that_make_no_sense(rng: Rng) -> None:
+def test_accept_at_rejects_invalid_requests(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 40)
     with pytest.raises(RuntimeError, match=r"calibrated first: head\.calibrate"):
         head.accept_at(risk=0.1)
     head.calibrate(x, labels, logits)
-    for wish in ({}, {"risk": 0.1, "flag_rate": 0.1}):
-        with pytest.raises(ValueError, match="Give risk or flag_rate, one of them"):
-            head.accept_at(**wish)
-    for wish in ({"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "delta": 0.0}, {"flag_rate": 0.0}, {"flag_rate": 1.5}):
+    for request in ({}, {"risk": 0.1, "flag_rate": 0.1}):
+        with pytest.raises(ValueError, match="Pass exactly one of risk and flag_rate"):
+            head.accept_at(**request)
+    for request in ({"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "delta": 0.0}, {"flag_rate": 0.0}, {"flag_rate": 1.5}):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
-            head.accept_at(**wish)
+            head.accept_at(**request)

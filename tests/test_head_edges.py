@@ -1,4 +1,4 @@
-"""A head on data at the edges: tiny, flat, repeated, far off, huge; it says something sensible or refuses clearly."""
+"""A head on extreme data: few points, flat, collinear, repeated, constant, far from the origin, huge and tiny."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def half(rng: Rng) -> tuple[Array, Array]:
 
 
 def on_the_sphere(rng: Rng) -> tuple[Array, Array]:
-    """Of unit length up to rounding, so that the length says nothing."""
+    """Of unit length up to rounding, so that the length holds no information."""
     x, labels, _ = draw(rng, 60)
     return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32), labels
 
@@ -95,10 +95,10 @@ EDGES = [few, flat, collinear, repeated, all_alike, with_constants, lonely, many
     [(make, "l2") for make in [*EDGES, on_the_sphere]]
     + [(make, None) for make in (few, all_alike, far_off, huge, tiny)],
 )
-def test_data_at_the_edges(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], normalize: Any) -> None:
+def test_extreme_data(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], normalize: Any) -> None:
     x, labels = data(rng)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of small classes, and of training points, as it should
+        warnings.simplefilter("ignore", UserWarning)  # expected: small classes, calibration on training points
         head = TrustHead.fit(x, labels, normalize=normalize)
         head.calibrate(x, labels)
     z = batch(x)

@@ -1,4 +1,4 @@
-"""A head that looks at no value: what it says where logits hold NaN, which operators it runs, and warming up."""
+"""A head without device synchronisation: logits with NaN, the operators it runs, warm-up and gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calibrated(rng: Rng, **options: Any) -> TrustHead:
 
 
 def with_holes(logits: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Logits with NaN in one column, in all and in the largest, and which rows those are."""
+    """Logits with NaN in one column, in all columns and at the maximum, and a mask of these rows."""
     holed = torch.from_numpy(logits).clone()
     holed[2, 0], holed[5], holed[7, holed[7].argmax()] = torch.nan, torch.nan, torch.nan
     return holed, holed.isnan().any(dim=1)
@@ -43,35 +43,35 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 class TestLogitsThatHoldNaN:
     @pytest.mark.parametrize("make", [fit, calibrated])
-    def test_are_refused_row_by_row(self, rng: Rng, make: Callable[..., TrustHead]) -> None:
+    def test_are_flagged_row_by_row(self, rng: Rng, make: Callable[..., TrustHead]) -> None:
         model = make(rng)
         x, _, logits = draw(rng, 60)
         if make is calibrated:
             model.accept_at(risk=0.99)
-        holed, silent = with_holes(logits)
+        holed, missing = with_holes(logits)
         whole, out = model(batch(x), logits=torch.from_numpy(logits)), model(batch(x), logits=holed)
-        assert (out.network_label[silent] == -1).all()
+        assert (out.network_label[missing] == -1).all()
         for field in (out.network_trust, out.confidence, out.joint):
-            assert (field[silent] == 0).all()
-        assert out.network_margin[silent].isnan().all()
-        assert out.class_p_value[silent].isnan().all()
-        assert not out.accept[silent].any()
-        assert out.abstain(0.0)[silent].all()
-        # The point itself, and the head's own label, are judged as ever; and so are all other rows.
+            assert (field[missing] == 0).all()
+        assert out.network_margin[missing].isnan().all()
+        assert out.class_p_value[missing].isnan().all()
+        assert not out.accept[missing].any()
+        assert out.abstain(0.0)[missing].all()
+        # Fields of the point and of the head's own label, and all other rows, are unchanged.
         for name in (*HeadPrediction._fields[:7], "p_value", "strangeness"):
             assert equal(getattr(out, name), getattr(whole, name)), name
         for name in HeadPrediction._fields:
-            assert equal(getattr(out, name)[~silent], getattr(whole, name)[~silent]), name
+            assert equal(getattr(out, name)[~missing], getattr(whole, name)[~missing]), name
         if make is calibrated:
             assert whole.accept.any()
 
-    def test_beside_embeddings_that_are_flagged(self, rng: Rng) -> None:
+    def test_together_with_flagged_embeddings(self, rng: Rng) -> None:
         model = calibrated(rng)
         x, _, logits = draw(rng, 60)
-        z, (holed, silent) = batch(x), with_holes(logits)
+        z, (holed, missing) = batch(x), with_holes(logits)
         z[2], z[3] = torch.nan, 0.0
         out = model(z, logits=holed)
-        refused = silent.clone()
+        refused = missing.clone()
         refused[3] = True
         assert torch.equal(out.network_label < 0, refused)
         assert (out.label[[2, 3]] == -1).all()
@@ -82,33 +82,33 @@ class TestLogitsThatHoldNaN:
     def test_without_evidence(self, rng: Rng) -> None:
         whole = fit(rng)
         x, _, logits = draw(rng, 60)
-        holed, silent = with_holes(logits)
+        holed, missing = with_holes(logits)
         out = TrustHead(whole.projection, whole.sepc)(batch(x), logits=holed)
-        assert torch.equal(out.network_label < 0, silent)
-        assert (out.network_trust[silent] == 0).all()
+        assert torch.equal(out.network_label < 0, missing)
+        assert (out.network_trust[missing] == 0).all()
         assert out.confidence.isnan().all()
         assert not out.accept.any()
 
-    def test_raise_where_that_is_the_policy(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_raise_under_the_policy_to_raise(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
         model = calibrated(rng, nan_policy="raise")
         x, labels, logits = draw(rng, 60)
-        holed, silent = with_holes(logits)
+        holed, missing = with_holes(logits)
         with pytest.raises(ValueError, match=r"logits hold NaN.* in 3 rows, first in row 2: .* nan_policy='flag'"):
             model(batch(x), logits=holed)
         with pytest.raises(ValueError, match="logits hold NaN"):
-            calibrated(rng).calibrate(x, labels, holed)  # nothing is learnt from them, whatever the policy
-        # A graph that is being recorded cannot stop halfway: there every policy flags.
+            calibrated(rng).calibrate(x, labels, holed)  # under every policy
+        # A CUDA graph cannot raise while it is recorded: every policy flags.
         monkeypatch.setattr(trust_head, "can_synchronize", lambda _: False)
         out = model(batch(x), logits=holed)
-        assert torch.equal(out.network_label < 0, silent)
-        assert not out.accept[silent].any()
+        assert torch.equal(out.network_label < 0, missing)
+        assert not out.accept[missing].any()
 
-    def test_compiled_they_are_flagged_too(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_are_flagged_in_compiled_code(self, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
         model = calibrated(rng, nan_policy="raise")
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         x, _, logits = draw(rng, 60)
-        holed, silent = with_holes(logits)
-        assert torch.equal(model(batch(x), logits=holed).network_label < 0, silent)
+        holed, missing = with_holes(logits)
+        assert torch.equal(model(batch(x), logits=holed).network_label < 0, missing)
 
 
 def test_logits_on_another_device(rng: Rng) -> None:
@@ -117,13 +117,13 @@ def test_logits_on_another_device(rng: Rng) -> None:
         model(torch.zeros(4, 5), logits=torch.zeros(4, 3, device="meta"))
 
 
-class NothingWaits(TorchDispatchMode):
-    """Refuses the operators for which the host would wait for a GPU: those that read values, or find a size in them.
+class NoSynchronisation(TorchDispatchMode):
+    """Fails on operators that synchronise with a GPU: those that read values, or whose output size depends on values.
 
-    Copies from host memory wait as well, but need a GPU to be seen.
+    Copies from host memory also synchronise, but only a GPU can detect them.
     """
 
-    WAITING = (
+    SYNCHRONISING = (
         "_local_scalar_dense",
         "bincount",
         "equal",
@@ -150,15 +150,15 @@ class NothingWaits(TorchDispatchMode):
         name = func.name()
         if not self.allowed:
             plain = name.removeprefix("aten::").partition(".")[0]
-            assert not any(plain.startswith(waiting) for waiting in self.WAITING), f"{name} waits for the device"
+            assert not any(plain.startswith(prefix) for prefix in self.SYNCHRONISING), f"{name} synchronises"
             if plain in ("index", "index_put", "index_put_"):
                 masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-                assert not masks, f"{name} with a mask waits for the device"
+                assert not masks, f"{name} with a mask synchronises"
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
-    "wait",
+    "synchronise",
     [
         lambda x: bool(x.any()),
         lambda x: x.sum().item(),
@@ -168,29 +168,29 @@ class NothingWaits(TorchDispatchMode):
         lambda x: x.tolist() and x[0].tolist() and float(x[0]),
     ],
 )
-def test_waiting_is_seen(wait: Callable[[Tensor], object]) -> None:
-    with pytest.raises(AssertionError, match="waits for the device"), NothingWaits():
-        wait(torch.ones(3))
+def test_synchronisation_is_detected(synchronise: Callable[[Tensor], object]) -> None:
+    with pytest.raises(AssertionError, match="synchronises"), NoSynchronisation():
+        synchronise(torch.ones(3))
 
 
-@pytest.mark.parametrize(("witnesses", "many"), [(0, 32), (None, 32), (None, 2)])
-def test_nothing_around_the_partition_waits(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, witnesses: int | None, many: int
+@pytest.mark.parametrize(("reference_points", "many"), [(0, 32), (None, 32), (None, 2)])
+def test_nothing_but_the_partition_synchronises(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, reference_points: int | None, many: int
 ) -> None:
-    """The partition may look at values on a CPU, where that costs nothing; everything else may not."""
+    """On a CPU the partition may read values, which costs nothing; no other part may."""
     monkeypatch.setattr(neighbours, "_MANY_CLASSES", many)
-    model = calibrated(rng, witnesses=witnesses)
+    model = calibrated(rng, reference_points=reference_points)
     x, _, logits = draw(rng, 60)
     z, scores = batch(x), torch.from_numpy(logits)
     expected = [model(z), model(z, logits=scores)]
-    mode, judge = NothingWaits(), SEPC.judge
+    mode, judge = NoSynchronisation(), SEPC.judge
 
     def allowed(*args: Any, **options: Any) -> Any:
         with mode.allow():
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
-    # What operators do inside counts as well.
+    # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
     monkeypatch.setattr(projection, "_product", projection._exact_product)
     with mode:
@@ -199,7 +199,7 @@ def test_nothing_around_the_partition_waits(
         assert all(equal(u, v) for u, v in zip(a, b, strict=True))
 
 
-def test_a_projection_has_a_gradient(rng: Rng) -> None:
+def test_the_gradient_of_a_projection(rng: Rng) -> None:
     x, labels, _ = draw(rng, 60)
     for normalize in ("l2", "polar", None):
         project = fit_projection(x, labels, 3, normalize, "pca", torch.float64)
@@ -225,27 +225,27 @@ class TestWarmup:
         seen.clear()
         model.warmup()
         assert [size for size, _ in seen] == [1, 1, 4096, 4096]
-        assert torch.equal(torch.get_rng_state(), state), "the user's random numbers stay as they are"
+        assert torch.equal(torch.get_rng_state(), state), "the global random state must not change"
 
     def test_changes_nothing(self, rng: Rng) -> None:
-        for model in (fit(rng, nan_policy="raise"), calibrated(rng), fit(rng, witnesses=0)):
+        for model in (fit(rng, nan_policy="raise"), calibrated(rng), fit(rng, reference_points=0)):
             z = batch(draw(rng, 40)[0])
             before = model(z)
             model.warmup(5)
             assert all(equal(a, b) for a, b in zip(before, model(z), strict=True))
 
     @pytest.mark.parametrize("rows", [0, -1])
-    def test_refuses_what_is_no_size(self, rng: Rng, rows: int) -> None:
+    def test_rejects_invalid_batch_sizes(self, rng: Rng, rows: int) -> None:
         with pytest.raises(ValueError, match="rows must be an integer of at least 1"):
             fit(rng).warmup(8, rows)
 
 
 @pytest.mark.parametrize("normalize", ["l2", "standardize"])
-def test_flagged_rows_spoil_no_gradient(rng: Rng, normalize: Normalize) -> None:
-    """Zero, overflowing, infinite and NaN embeddings, left out of a loss, leave the others' gradients as they were."""
+def test_flagged_rows_do_not_change_other_gradients(rng: Rng, normalize: Normalize) -> None:
+    """Zero, overflowing, infinite and NaN rows outside the loss do not change the gradients of the other rows."""
     labels = rng.integers(0, 3, 200)
     train = rng.normal(size=(200, 6)) + 3.0 * np.eye(3, 6)[labels]
-    judge = TrustHead.fit(train, labels, normalize=normalize, nan_policy="flag", witnesses=0)
+    judge = TrustHead.fit(train, labels, normalize=normalize, nan_policy="flag", reference_points=0)
     z = torch.from_numpy(rng.normal(size=(20, 6)) + 1.0)
     grads = []
     for rows in (slice(5, None), slice(None)):
@@ -262,8 +262,8 @@ def test_flagged_rows_spoil_no_gradient(rng: Rng, normalize: Normalize) -> None:
     assert float(grads[0].abs().max()) > 0
 
 
-def test_logits_that_name_no_class(rng: Rng) -> None:
-    """Nothing but -inf, and inf twice, are refused like NaN; one inf, and -inf for a masked class, are an opinion."""
+def test_logits_without_a_single_maximum(rng: Rng) -> None:
+    """Rows of only -inf, and rows with inf twice, are flagged like NaN; a single inf, and a masked class, are valid."""
     labels = np.arange(300) % 3
     train = rng.normal(size=(300, 6)) + 3.0 * np.eye(3, 6)[labels]
     judge = TrustHead.fit(train, labels, normalize=None, nan_policy="flag")
@@ -277,5 +277,5 @@ def test_logits_that_name_no_class(rng: Rng) -> None:
     judge.sepc.nan_policy = "raise"
     with pytest.raises(ValueError, match=r"-inf alone, or inf more than once in 2 rows, first in row 0"):
         judge(z, logits=logits)
-    with pytest.raises(ValueError, match="Leave those rows out"):
+    with pytest.raises(ValueError, match="Drop those rows"):
         judge.calibrate(train[:40] + 1.0, labels[:40], np.full((40, 3), -np.inf))

@@ -1,4 +1,4 @@
-"""How classes overlap, from closed forms and the paper's numbers; where a partition errs, from planted mistakes."""
+"""``landscape`` against closed forms and the paper's numbers, and ``small_disjuncts`` against planted mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_squares_far_apart_do_not_overlap() -> None:
 
 
 def test_a_square_within_a_square(rng: np.random.Generator) -> None:
-    """The overlap is the inner circle: all of the small one, the squared ratio of sides of the large one."""
+    """The overlap is the inner circle: ratio 1 for the small square, the squared ratio of sides for the large one."""
     side = rng.uniform(0.1, 0.9)
     found = landscape(np.concatenate([SQUARE, side * SQUARE]), ["large"] * 4 + ["small"] * 4)
     assert found.overlap_ratio == pytest.approx({"large": side**2, "small": 1.0}, rel=1e-5)
@@ -82,7 +82,7 @@ def test_pairs_of_three_classes(rng: np.random.Generator) -> None:
         assert found.inside[label] + found.outside[label] == found.points[label] == int(np.count_nonzero(y == label))
 
 
-def test_it_counts_the_ellipsoids_of_the_partition(rng: np.random.Generator) -> None:
+def test_the_ellipsoids_of_the_partition_are_counted(rng: np.random.Generator) -> None:
     x, y = three_clouds(rng)
     part = partition(x, y, max_impure=1)
     found = landscape(x, y, partition=part)
@@ -127,7 +127,7 @@ def planted(rng: np.random.Generator) -> tuple[Array, list[str], Array]:
 def test_planted_mistakes_are_found(
     planted: tuple[Array, list[str], Array], container: Callable[[list[str]], Any], name: str
 ) -> None:
-    """Whatever holds the labels, and whether or not the partition knows the right one."""
+    """For every container of labels, and for true labels inside and outside the classes of the partition."""
     x, y, cluster = planted
     part = partition(x, y)
     home = [k for k, e in enumerate(part.ellipsoids) if e.contains(cluster).all()]
@@ -137,20 +137,20 @@ def test_planted_mistakes_are_found(
     assert found.rows.tolist() == list(range(120, 128))
 
 
-def test_labels_shorter_than_those_predicted(planted: tuple[Array, list[str], Array]) -> None:
+def test_true_labels_may_be_shorter_than_predicted_ones(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     (found,) = small_disjuncts(partition(x, y), cluster, ["?"] * 8)
     assert (found.predicted, found.true, len(found.rows)) == ("calm", ("?",), 8)
 
 
-def test_numbers_as_labels(planted: tuple[Array, list[str], Array]) -> None:
+def test_labels_may_be_booleans(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     part = partition(x, [label == "calm" for label in y])
     (found,) = small_disjuncts(part, cluster, [False] * 8)
     assert (found.predicted, found.true) == (True, (False,))
 
 
-def test_a_new_partition_gives_them_an_ellipsoid_of_their_own(planted: tuple[Array, list[str], Array]) -> None:
+def test_a_new_partition_gives_small_disjuncts_their_own_ellipsoids(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     everything, labels = np.concatenate([x, cluster]), y + ["a storm"] * 8
     part = partition(x, y)
@@ -162,7 +162,7 @@ def test_a_new_partition_gives_them_an_ellipsoid_of_their_own(planted: tuple[Arr
     assert small_disjuncts(again, everything, labels) == ()
 
 
-def test_as_many_mistakes_as_the_partition_allows_are_tolerated(planted: tuple[Array, list[str], Array]) -> None:
+def test_up_to_max_impure_mistakes_are_tolerated(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     for limit in (2, 5):
         part = partition(x, y, max_impure=limit)
@@ -171,8 +171,8 @@ def test_as_many_mistakes_as_the_partition_allows_are_tolerated(planted: tuple[A
     assert len(small_disjuncts(part, cluster[:1], ["a storm"], max_impure=0)) == 1
 
 
-def test_given_predictions_are_judged(planted: tuple[Array, list[str], Array]) -> None:
-    """The mistakes of a network, not those of the partition; the worst region first."""
+def test_predicted_labels_replace_the_majority_of_the_region(planted: tuple[Array, list[str], Array]) -> None:
+    """The mistakes of another model are reported, and the region with the most mistakes comes first."""
     x, y, cluster = planted
     part = partition(x, y)
     points = np.concatenate([cluster, x[60:64]])
@@ -182,23 +182,23 @@ def test_given_predictions_are_judged(planted: tuple[Array, list[str], Array]) -
     assert [(d.predicted, len(d.rows)) for d in wrong] == [("a storm", 8), ("calm", 4)]
 
 
-def test_several_right_labels_come_most_frequent_first(planted: tuple[Array, list[str], Array]) -> None:
+def test_several_true_labels_come_most_frequent_first(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     (found,) = small_disjuncts(partition(x, y), cluster, ["rare"] * 3 + ["often"] * 5)
     assert found.true == ("often", "rare")
 
 
-def test_points_where_no_training_point_lies_are_left_out(planted: tuple[Array, list[str], Array]) -> None:
+def test_points_in_regions_without_training_points_are_left_out(planted: tuple[Array, list[str], Array]) -> None:
     x, y, _ = planted
     assert small_disjuncts(partition(x, y), np.full((9, 2), 500.0), ["calm"] * 9) == ()
 
 
 def test_mistakes_far_apart_outside_are_not_one_disjunct(rng: np.random.Generator) -> None:
-    """Outside every ellipsoid a region belongs to the nearest one, so that scattered mistakes do not add up."""
+    """Outside every ellipsoid a region is defined by the nearest ellipsoid, so that distant mistakes do not add up."""
     x = rng.normal(size=(80, 2))
     x[40:] += 40.0
     part = partition(x, ["calm"] * 40 + ["a storm"] * 40, max_impure=2)
-    beyond = rng.uniform(8.0, 12.0, size=(20, 2))  # no normal point comes so far, so both groups lie outside
+    beyond = rng.uniform(8.0, 12.0, size=(20, 2))  # far beyond normal points, so that both groups lie outside
     points = np.concatenate([-beyond, 40.0 + beyond])
     nearest = part.distances(points).argmin(axis=1)
     found = small_disjuncts(part, points, ["rain"] * 40, predicted=["calm"] * 40, max_impure=0)
@@ -210,7 +210,7 @@ def test_mistakes_far_apart_outside_are_not_one_disjunct(rng: np.random.Generato
         assert (nearest[d.rows] == d.nearest).all()
 
 
-def test_disjuncts_need_points_that_fit(planted: tuple[Array, list[str], Array]) -> None:
+def test_bad_input_to_small_disjuncts_is_an_error(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     part = partition(x, y)
     with pytest.raises(ValueError, match=r"8 rows.*7"):
@@ -223,7 +223,7 @@ def test_disjuncts_need_points_that_fit(planted: tuple[Array, list[str], Array])
         small_disjuncts(part, cluster, ["calm"] * 8, predicted=["calm"] * 7)
 
 
-def test_it_prints_as_tables(planted: tuple[Array, list[str], Array]) -> None:
+def test_str_is_a_table_of_classes_and_one_of_disjuncts(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     part = partition(x, y)
     found = landscape(np.concatenate([x, cluster]), y + ["a storm"] * 8, partition=part)
@@ -239,7 +239,7 @@ def test_it_prints_as_tables(planted: tuple[Array, list[str], Array]) -> None:
     assert "calm" in disjuncts
 
 
-def test_pairs_print_where_there_are_more_than_two_classes(rng: np.random.Generator) -> None:
+def test_str_includes_pairs_for_more_than_two_classes(rng: np.random.Generator) -> None:
     x, y = three_clouds(rng)
     found = landscape(x, np.array(["red", "green", "blue"])[y])
     meeting = str(found).split("\n\n")[2].splitlines()

@@ -1,4 +1,4 @@
-"""The differentiable minimum-volume ellipsoid: optimality, gradients, masks, both backends, flat sets, smoothing."""
+"""``MVELayer``: optimality, gradients, masks, both backends, flat sets, floor and smoothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = [(12, 1), (12, 2), (20, 3), (30, 5), (60, 10)]
 
 
 def gaussian(rng: Rng, *shape: int) -> Tensor:
-    """Correlated points (..., M, D) away from zero."""
+    """Correlated points (..., M, D) away from the origin."""
     dim = shape[-1]
     return torch.from_numpy(rng.normal(size=shape) @ rng.normal(size=(dim, dim)) + 3 * rng.normal(size=dim))
 
@@ -77,7 +77,7 @@ def test_equals_the_offline_solver(rng: Rng, count: int, dim: int) -> None:
     e = MVELayer(count, dim)(z)
     for points, center, whitener in zip(z, e.center, e.whitener, strict=True):
         offline = minimum_volume_ellipsoid(points.numpy(), tol=1e-10)
-        # The offline solver stops at a gap of 1e-10, and weights, unlike volumes, are only as exact as its root.
+        # The offline solver stops at a gap of 1e-10. The error of weights, unlike that of volumes, is its square root.
         scale = float(np.abs(offline.whitener).max())
         assert whitener.numpy() == pytest.approx(offline.whitener, abs=1e-5 * scale)
         assert center.numpy() == pytest.approx(offline.center, abs=1e-5 * float(points.abs().max()))
@@ -102,14 +102,14 @@ def test_satisfies_johns_conditions_to_rounding(rng: Rng, count: int, dim: int) 
 
 @pytest.mark.parametrize(("count", "dim"), [(30, 2), (40, 5), (100, 10), (250, 3), (60, 20)])
 def test_batched_and_one_by_one_agree(rng: Rng, count: int, dim: int) -> None:
-    """What a GPU runs, on the CPU: the batched interior point ends in the same weights as the offline solver."""
+    """The batched interior-point method, which GPUs use, finds the weights of the offline solver (here on the CPU)."""
     y, mask = whitened(gaussian(rng, 5, count, dim))
     batched = crossover(PlainForm, y, mask, screened(PlainForm, y, mask))
     assert batched.solved.all()
     torch.testing.assert_close(batched.u, solve(PlainForm, y, mask, 0.0).u, atol=1e-10, rtol=0)
 
 
-def test_screening_changes_nothing(rng: Rng) -> None:
+def test_a_working_set_does_not_change_the_weights(rng: Rng) -> None:
     y, mask = whitened(gaussian(rng, 2, 600, 4))
     mask = mask & some_mask(rng, 2, 600, at_least=10)
     y = y * mask.unsqueeze(-1)
@@ -121,7 +121,7 @@ def test_screening_changes_nothing(rng: Rng) -> None:
 @pytest.mark.parametrize(("count", "dim"), SIZES)
 def test_gradcheck(rng: Rng, count: int, dim: int) -> None:
     layer, mask = MVELayer(count, dim), some_mask(rng, 2, count, at_least=dim + 3)
-    # A kink within the step would be no fault of the gradient: draw until the support is the same a step away.
+    # Finite differences across a kink are wrong: draw points whose support does not change within a step.
     z = away_from_kinks(lambda: gaussian(rng, 2, count, dim), mask, 1e-5)
     assert torch.autograd.gradcheck(
         lambda z: everything(layer(z, mask)), z.requires_grad_(), eps=1e-6, atol=1e-6, fast_mode=dim > 2
@@ -129,7 +129,7 @@ def test_gradcheck(rng: Rng, count: int, dim: int) -> None:
 
 
 def away_from_kinks(draw: Callable[[], Tensor], mask: Tensor | None, step: float) -> Tensor:
-    """Points whose multipliers and slacks all exceed what a step can change."""
+    """Points for which max(multiplier, slack) is so large that a step cannot change the active set."""
     for _ in range(200):
         z = draw()
         exists = torch.ones(z.shape[:2], dtype=torch.bool) if mask is None else mask
@@ -137,12 +137,12 @@ def away_from_kinks(draw: Callable[[], Tensor], mask: Tensor | None, step: float
         found = solve(PlainForm, y, exists, 0.0)
         if float(torch.maximum(found.u, found.s)[exists].min()) > 100 * step:
             return z
-    raise AssertionError("every draw was near a kink")
+    raise AssertionError("all 200 draws were near a kink")
 
 
 @pytest.mark.parametrize(("count", "dim"), [(30, 2), (100, 5), (100, 10), (150, 20)])
 def test_gradient_equals_finite_differences(rng: Rng, count: int, dim: int) -> None:
-    """To 1e-7 relative, in a random direction, by a stencil of four points whose own error is of fourth order."""
+    """Relative error of 1e-7 in a random direction, by a four-point stencil with an error of fourth order."""
     step = 1e-5
     layer = MVELayer(count, dim)
     z = away_from_kinks(lambda: torch.from_numpy(rng.normal(size=(1, count, dim))), None, step)
@@ -155,7 +155,7 @@ def test_gradient_equals_finite_differences(rng: Rng, count: int, dim: int) -> N
 
 
 def test_log_volume_has_the_gradient_of_the_envelope_theorem(rng: Rng) -> None:
-    r"""In closed form, :math:`u_i P (z_i - c)`: only multipliers, none of their derivatives."""
+    r"""The gradient is :math:`u_i P (z_i - c)`, without derivatives of the multipliers."""
     z = gaussian(rng, 3, 50, 4)
     layer = MVELayer(50, 4)
     e, u = layer(z), solution(z).u
@@ -164,7 +164,7 @@ def test_log_volume_has_the_gradient_of_the_envelope_theorem(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize(("count", "dim"), [(40, 2), (80, 5), (400, 3)])
-def test_points_inside_have_no_gradient_at_all(rng: Rng, count: int, dim: int) -> None:
+def test_points_inside_have_gradient_exactly_zero(rng: Rng, count: int, dim: int) -> None:
     z = gaussian(rng, 2, count, dim)
     layer = MVELayer(count, dim)
     e = layer(z)
@@ -191,7 +191,7 @@ def test_affine_equivariance_of_value_and_gradient(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "cvxpylayers"])
-def test_padding_changes_nothing(rng: Rng, backend: Any) -> None:
+def test_padding_does_not_change_the_result(rng: Rng, backend: Any) -> None:
     z = gaussian(rng, 25, 3)
     e = MVELayer(25, 3, backend=backend)(z)
     value = functional(rng, e)
@@ -216,27 +216,27 @@ def test_padding_changes_nothing(rng: Rng, backend: Any) -> None:
 def test_the_backends_agree(rng: Rng, count: int, dim: int) -> None:
     z, mask = gaussian(rng, 2, count, dim), some_mask(rng, 2, count, at_least=dim + 3)
     z = away_from_kinks(lambda: gaussian(rng, 2, count, dim), mask, 1e-5)
-    native, stated = MVELayer(count, dim), MVELayer(count, dim, backend="cvxpylayers")
-    e, f = native(z, mask), stated(z, mask)
+    native, other = MVELayer(count, dim), MVELayer(count, dim, backend="cvxpylayers")
+    e, f = native(z, mask), other(z, mask)
     scale = float(e.whitener.abs().max())
     torch.testing.assert_close(f.whitener, e.whitener, atol=1e-5 * scale, rtol=0)
     torch.testing.assert_close(f.center, e.center, atol=1e-5 * float(z.abs().max()), rtol=0)
     value = functional(rng, e)
-    ours, theirs = gradient(native, z, value, mask), gradient(stated, z, value, mask)
-    assert float((ours - theirs).norm() / ours.norm()) <= 1e-2  # LSQR, near ties: usually 1e-6 to 1e-4
+    ours, theirs = gradient(native, z, value, mask), gradient(other, z, value, mask)
+    assert float((ours - theirs).norm() / ours.norm()) <= 1e-2  # LSQR is inaccurate near ties
 
 
-def test_good_answers_pass_the_checks(rng: Rng) -> None:
-    """Points just below the surface must not carry the proof: once in fifty sets they would have spoilt it."""
+def test_optimal_solutions_pass_the_checks(rng: Rng) -> None:
+    """Multipliers on points just below the surface would make the certificate fail for some of these sets."""
     z = gaussian(rng, 150, 25, 2)
-    stated = MVELayer(32, 2, backend="cvxpylayers")(z)
-    torch.testing.assert_close(stated.log_volume(), MVELayer(25, 2)(z).log_volume(), atol=1e-6, rtol=0)
+    found = MVELayer(32, 2, backend="cvxpylayers")(z)
+    torch.testing.assert_close(found.log_volume(), MVELayer(25, 2)(z).log_volume(), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["native", "cvxpylayers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_dtypes_and_autocast(rng: Rng, backend: Any, dtype: torch.dtype) -> None:
-    """Wide inside, the caller's dtype outside (float32 for half precision), whatever autocast wants."""
+    """Computes in float64 under autocast, and returns the caller's dtype (float32 for half precision)."""
     layer = MVELayer(30, 3, backend=backend)
     z = torch.from_numpy(rng.normal(size=(30, 3))).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -266,7 +266,7 @@ def test_without_gradients(rng: Rng, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "cvxpylayers"])
-def test_is_deterministic_and_carries_no_state(rng: Rng, backend: Any) -> None:
+def test_is_deterministic_and_has_no_state(rng: Rng, backend: Any) -> None:
     layer, z = MVELayer(25, 3, backend=backend), gaussian(rng, 2, 25, 3)
     e = layer(z)
     value = functional(rng, e)
@@ -307,12 +307,12 @@ def test_second_derivatives_are_refused(rng: Rng, settings: dict[str, Any]) -> N
         (first,) = torch.autograd.grad(value, z, create_graph=True)
         with pytest.raises(RuntimeError, match="first derivatives only"):
             torch.autograd.grad(first.square().sum(), z, retain_graph=True)
-    # Of anything that the gradient depends on, not of the points alone.
+    # The gradient may not be differentiated with respect to anything else that it depends on either.
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(first.square().sum(), factor)
 
 
-def test_a_graph_of_cvxpylayers_can_be_kept_and_is_freed(rng: Rng) -> None:
+def test_a_graph_of_cvxpylayers_can_be_retained_and_is_freed(rng: Rng) -> None:
     z = gaussian(rng, 20, 2).requires_grad_()
     value = MVELayer(20, 2, backend="cvxpylayers")(z).log_volume()
     first, again = (torch.autograd.grad(value, z, retain_graph=keep)[0] for keep in (True, False))
@@ -321,7 +321,7 @@ def test_a_graph_of_cvxpylayers_can_be_kept_and_is_freed(rng: Rng) -> None:
         torch.autograd.grad(value, z)
 
 
-def test_cvxpylayers_says_nothing_that_a_caller_cannot_change(rng: Rng) -> None:
+def test_cvxpylayers_raises_no_warning(rng: Rng) -> None:
     z = gaussian(rng, 20, 2).requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -339,9 +339,9 @@ def test_a_batch_of_no_sets(settings: dict[str, Any]) -> None:
 
 
 def test_is_not_compiled() -> None:
-    """The solver runs as it is within a compiled function; compiled itself it took 99 s.
+    """The solver runs uncompiled inside a compiled function.
 
-    In a process of its own, because the shape checks of the tests cannot be compiled.
+    The test runs in its own process, because the shape checks of the test suite cannot be compiled.
     """
     code = """
 import torch
@@ -413,7 +413,7 @@ def test_gradcheck_with_a_floor(rng: Rng, kind: str) -> None:
 
 
 def test_a_floor_in_a_mixed_batch(rng: Rng) -> None:
-    """Sets for which the floor matters and others: each as if it were alone."""
+    """Each set of a batch has the result that it has alone, whether or not the floor acts on it."""
     sets = thin_sets(rng)
     z = torch.zeros(5, 60, 4, dtype=torch.float64)
     mask = torch.zeros(5, 60, dtype=torch.bool)
@@ -440,8 +440,8 @@ def test_equal_points_with_a_floor_are_a_ball() -> None:
     torch.testing.assert_close(z.grad, torch.full((5, 3), 0.2).double())
 
 
-def test_a_floor_above_all_points_of_a_large_set_is_a_ball_at_once(rng: Rng) -> None:
-    """These 20000 points took over nine minutes; a tenth of a second is usual."""
+def test_a_large_set_within_the_floor_is_a_ball_and_needs_no_long_solve(rng: Rng) -> None:
+    """A solve of the dual with 20000 points would exceed the time limit by far."""
     z = torch.from_numpy(rng.normal(size=(20000, 8))).requires_grad_()
     began = time.perf_counter()
     e = MVELayer(20000, 8, floor=7.5)(z)
@@ -455,7 +455,7 @@ def test_a_floor_above_all_points_of_a_large_set_is_a_ball_at_once(rng: Rng) -> 
 
 @pytest.mark.parametrize("floor", [3.5, 2.5, 1.0])
 def test_a_large_set_on_which_a_floor_acts(rng: Rng, floor: float) -> None:
-    """A floor in all dimensions but one, in some, and in the thinnest."""
+    """The floor acts in all dimensions but one, in some, and in the thinnest only."""
     z = torch.from_numpy(rng.normal(size=(2000, 4)) * np.array([1.5, 1.0, 1.0, 0.3]))
     e = MVELayer(2000, 4, floor=floor)(z)
     offline = minimum_volume_ellipsoid(z.numpy(), floor=floor, tol=1e-8)
@@ -465,10 +465,10 @@ def test_a_large_set_on_which_a_floor_acts(rng: Rng, floor: float) -> None:
 
 @pytest.mark.parametrize(("count", "dim", "room"), [(1, 2, 1.0), (12, 3, 0.5), (40, 2, 1e-2), (9, 4, 1e-4)])
 def test_gradcheck_of_a_ball(rng: Rng, count: int, dim: int, room: float) -> None:
-    """The centre is smooth in all points, and the whitener constant; the room goes down to nearly touching points."""
+    """The centre is smooth in all points and the whitener is constant, even if points nearly touch the surface."""
     z = gaussian(rng, 2, count, dim)
     mask = some_mask(rng, 2, count, at_least=1)
-    # A ball as wide as the longest axis covers the ellipsoid, and with it the points.
+    # A ball with the longest semi-axis as radius covers the ellipsoid and so the points.
     least = MVELayer(count, dim, floor=1e-3)(z, mask)
     longest = float((1 / torch.linalg.svdvals(least.whitener)).max())
     layer = MVELayer(count, dim, floor=(1 + room) * longest)
@@ -489,8 +489,8 @@ def cube(dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("points", [circle(8), cube(3)], ids=["circle", "cube"])
-def test_ties(points: Tensor) -> None:
-    """Exact, the value is right and the gradient finite; smoothed, the map is smooth."""
+def test_sets_without_a_unique_support(points: Tensor) -> None:
+    """Without smoothing the volume is exact and the gradient finite; with smoothing the gradient is exact."""
     count, dim = points.shape
     exact = MVELayer(count, dim)
     assert float(exact(points).log_volume()) == pytest.approx(dim * np.log(points[0].norm().item()), abs=1e-9)
@@ -514,7 +514,7 @@ def test_smoothing_covers_and_is_bounded(rng: Rng, count: int, dim: int, smoothi
 
 @pytest.mark.parametrize("form", [PlainForm, FlooredForm])
 @pytest.mark.parametrize("mu", [0.0, 1e-1, 1e-3, 1e-5, 1e-9])
-def test_the_interior_point_reaches_every_barrier(rng: Rng, form: type[Form], mu: float) -> None:
+def test_the_interior_point_method_reaches_every_barrier_parameter(rng: Rng, form: type[Form], mu: float) -> None:
     y, mask = whitened(gaussian(rng, 64, 12, 3))
     found = interior_point(form, y, mask, mu)
     assert found.solved.all()
@@ -546,7 +546,7 @@ def test_overlap_agrees_with_intersects_and_scales(rng: Rng) -> None:
         a, b = (Ellipsoid(e.center[number].numpy(), e.whitener[number].numpy()) for e in (first, second))
         signs.add(a.intersects(b))
         assert a.intersects(b) == bool(overlap[number] >= 0)
-    # Scaled about their centres by the root of the maximum they touch.
+    # Scaled about their centres by the square root of the maximum, the ellipsoids touch.
     touching = (1 - overlap).sqrt()[:, None, None]
     scaled = [RefittedEllipsoid(e.center, e.whitener / touching) for e in (first, second)]
     torch.testing.assert_close(scaled[0].overlap(scaled[1]), torch.zeros(60).double(), atol=1e-9, rtol=0)
@@ -593,20 +593,20 @@ def test_refuses_bad_settings(arguments: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["3", None, True, 2.0])
-def test_refuses_what_is_no_count(value: Any) -> None:
+def test_refuses_values_that_are_not_integers(value: Any) -> None:
     with pytest.raises(TypeError, match=f"points must be a whole number of at least 1, got {value!r}; give"):
         at_least_one(value, "points")
 
 
 @pytest.mark.parametrize("value", ["0.1", None, [1.0, 2.0]])
-def test_refuses_what_is_no_number(value: Any) -> None:
+def test_refuses_values_that_are_not_numbers(value: Any) -> None:
     with pytest.raises(TypeError, match=r"floor must be a finite number of at least 0, got .*; give a number"):
         at_least_zero(value, "floor")
 
 
 def test_refuses_transforms_of_torch_func(rng: Rng) -> None:
     layer = MVELayer(10, 2)
-    with pytest.raises(RuntimeError, match=r"MVELayer cannot run inside of a transform of torch\.func.*backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"MVELayer cannot run inside a torch\.func transform.*backward\(\)"):
         torch.func.grad(lambda z: layer(z).log_volume())(gaussian(rng, 10, 2))
 
 
@@ -616,7 +616,7 @@ def test_refuses_bad_points(rng: Rng) -> None:
         layer(gaussian(rng, 3, 11, 2))
     with pytest.raises(ValueError, match=r"no points: leave them out"):
         layer(z, torch.tensor([True, False, True])[:, None].expand(3, 10))
-    for dtype in (torch.int64, torch.float32):  # the layer itself is checked by its annotation while testing
+    for dtype in (torch.int64, torch.float32):  # in tests, the annotation of the layer itself already rejects these
         with pytest.raises(TypeError, match=rf"mask must be a tensor of torch\.bool.*got {dtype}; .*mask\.bool\(\)"):
             layer._check(z, torch.ones(3, 10, dtype=dtype))
     z[1, 4, 0] = torch.nan
@@ -624,19 +624,19 @@ def test_refuses_bad_points(rng: Rng) -> None:
         layer(z)
 
 
-@pytest.mark.filterwarnings("ignore:Solved/Inaccurate:UserWarning")  # all that diffcp says of it
-def test_an_answer_that_is_not_optimal_is_refused(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Diffcp raises nothing when SCS stops early."""
+@pytest.mark.filterwarnings("ignore:Solved/Inaccurate:UserWarning")  # the only report from diffcp
+def test_a_solution_that_is_not_optimal_is_refused(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diffcp raises no error if SCS stops early, so the layer must check the solution."""
     from sepc_torch.layers import cvxpylayers_backend
 
     layer, z = MVELayer(40, 4, backend="cvxpylayers"), gaussian(rng, 2, 40, 4)
     monkeypatch.setitem(cvxpylayers_backend._SOLVER, "max_iters", 5)
-    with pytest.raises(RuntimeError, match="SCS failed or gave an answer that does not pass the checks"):
+    with pytest.raises(RuntimeError, match="SCS failed, or its solution did not pass the checks"):
         layer(z)
 
 
 def test_native_needs_no_cvxpy() -> None:
-    """None in sys.modules makes an import fail, as where it is not installed; the batched path needs no SciPy."""
+    """None in sys.modules makes an import fail as if the package were missing. The batched method needs no SciPy."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['cvxpy', 'cvxpylayers', 'diffcp', 'SCIPY'])); import torch\n"
         "from sepc_torch import EllipsoidLoss, MVELayer, RCHLayer\n"

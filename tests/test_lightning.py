@@ -1,4 +1,4 @@
-"""The monitor in a real Trainer: what it judges, writes and leaves behind."""
+"""Tests of the callback in a Trainer: evaluated stages, logged numbers, written files and forward hooks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Rng = np.random.Generator
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
-    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
 ]
 
 
-class TestJudging:
+class TestStages:
     def test_every_stage(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path, threshold=0.9)
         assert watch.n_refits == 2
@@ -58,11 +58,11 @@ class TestJudging:
 
     def test_numbers_can_be_monitored(self, tmp_path: Path) -> None:
         saver = ModelCheckpoint(tmp_path, monitor="trust/val_flagged_frac", save_top_k=1)
-        stop = EarlyStopping("trust/val_mean", mode="max", patience=1, min_delta=2.0)  # nothing is that much better
+        stop = EarlyStopping("trust/val_mean", mode="max", patience=1, min_delta=2.0)  # no epoch improves by 2
         watch, model = monitor(threshold=0.9), Net()
         run = quiet_trainer(watch, saver, stop, folder=tmp_path, enable_checkpointing=True, max_epochs=6)
         run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
-        assert run.current_epoch == 2, "the second epoch is no better, so training stops"
+        assert run.current_epoch == 2, "the second epoch does not improve, so training stops"
         assert saver.best_model_score is not None
         numbers = run.callback_metrics
         table, right = watch.scores["val"], []
@@ -109,7 +109,7 @@ class TestJudging:
         saver = ModelCheckpoint(tmp_path, monitor=name, mode="max")
         watch = monitor(fit=fit, pool=blobs(20, 3))
         run = quiet_trainer(watch, stop, saver, folder=tmp_path, enable_checkpointing=True)
-        with pytest.warns(UserWarning, match="no luck.*Training goes on; there is no head yet"):
+        with pytest.warns(UserWarning, match="no luck.*Training continues; there is no head yet"):
             run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
         assert run.current_epoch == 2
         assert math.isfinite(run.callback_metrics[name])
@@ -140,7 +140,7 @@ class TestJudging:
         ones = torch.ones(90, 1)
         watch = monitor(
             inputs=(lambda b: {"x": b[0], "scale": b[2]}) if named else (lambda b: (b[0], b[2])),
-            fit_data=TensorDataset(x, y > 0, ones),  # labels of yes and no will do
+            fit_data=TensorDataset(x, y > 0, ones),  # boolean labels are accepted
         )
         train = loader(TensorDataset(x, y, ones))
         quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Scaled(), train, train)
@@ -148,7 +148,7 @@ class TestJudging:
         assert list(watch.head.classes) == [0, 1]
         assert len(watch.scores["val"]) == 90
 
-    def test_the_networks_label_is_judged_where_logits_are_known(self, tmp_path: Path) -> None:
+    def test_trust_is_that_of_the_networks_label_if_logits_are_given(self, tmp_path: Path) -> None:
         watch, model, _ = fitted(tmp_path, logits="classifier", reasons=("disagrees",))
         table = watch.scores["val"]
         with torch.no_grad():
@@ -166,7 +166,7 @@ class TestJudging:
         assert same_tables(by_function.scores["val"], by_name.scores["val"])
 
     def test_functions_and_hooks_together(self, tmp_path: Path) -> None:
-        """A function that runs the module again does not disturb what is watched."""
+        """A function that runs the module again does not change the values captured by a hook."""
         both = TrustMonitor(lambda m, b: m.backbone(b[0]) + 0 * m(b[0]).sum(), logits="classifier", fit=FIT)
         quiet_trainer(both, folder=tmp_path, precision="bf16-mixed").fit(
             Net(), loader(blobs(150)), loader(blobs(61, 1))
@@ -194,7 +194,7 @@ class TestJudging:
     def test_limited_validation(self, tmp_path: Path, limit: int, rows: int) -> None:
         watch, _, _ = fitted(tmp_path, trainer={"limit_val_batches": limit})
         assert len(watch.scores.get("val", ())) == rows
-        assert watch.n_refits == 2, "without validation the epoch's end refits"
+        assert watch.n_refits == 2, "without validation the end of the epoch refits"
 
     def test_batches_may_carry_ids(self, tmp_path: Path) -> None:
         class Named(Dataset[Any]):
@@ -215,7 +215,9 @@ class TestJudging:
             inputs=lambda b: b["x"] if isinstance(b, dict) else b[0],
             labels=lambda b: b["y"] if isinstance(b, dict) else b[1],
         )
-        with pytest.warns(UserWarning, match="sampler has shuffling enabled"):  # Lightning's, and right without ids
+        with pytest.warns(
+            UserWarning, match="sampler has shuffling enabled"
+        ):  # Lightning's warning; ids make shuffling harmless
             quiet_trainer(watch, folder=tmp_path).fit(DictNet(), loader(blobs(150)), loader(Named(), shuffle=True))
         table = watch.scores["val"]
         assert sorted(table.ids) == [f"{i:02d}.png" for i in range(40)]
@@ -259,13 +261,13 @@ class TestFiles:
         assert [int(row["id"]) for row in rows] == list(watch.flagged["val"].ids)
         assert [row["reason"] for row in rows] == watch.flagged["val"]["reason"]
 
-    def test_a_trial_run_writes_nothing(self, tmp_path: Path) -> None:
+    def test_fast_dev_run_writes_nothing(self, tmp_path: Path) -> None:
         watch = monitor(dirpath=tmp_path / "flags")
         quiet_trainer(watch, folder=tmp_path, fast_dev_run=True).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert watch.n_refits == 1
         assert not (tmp_path / "flags").exists()
 
-    def test_the_users_function_gets_the_flags(self, tmp_path: Path) -> None:
+    def test_on_flag_receives_the_flagged_samples(self, tmp_path: Path) -> None:
         got: list[tuple[str, int]] = []
         fitted(tmp_path, on_flag=lambda trainer, stage, table: got.append((stage, len(table))), flag_fraction=0.1)
         assert got == [("val", 7), ("val", 7)]
@@ -284,7 +286,7 @@ class TestFiles:
 
 
 class TestHooks:
-    def test_none_are_left(self, tmp_path: Path) -> None:
+    def test_hooks_are_removed(self, tmp_path: Path) -> None:
         _watch, model, run = fitted(tmp_path, logits="")
         run.validate(model, loader(blobs(30, 2)), verbose=False)
         run.predict(model, loader(blobs(30, 2)), return_predictions=False)
@@ -300,7 +302,7 @@ class TestHooks:
             quiet_trainer(monitor(), folder=tmp_path).fit(broken, loader(blobs(150)), loader(blobs(61, 1)))
         assert not broken.backbone._forward_hooks
 
-    def test_a_compiled_module_is_seen_in_every_batch(self, tmp_path: Path) -> None:
+    def test_a_compiled_module_is_captured_in_every_batch(self, tmp_path: Path) -> None:
         torch._dynamo.reset()
         model = Net()
         model.backbone.compile(backend="eager")
@@ -308,7 +310,7 @@ class TestHooks:
         quiet_trainer(watch, folder=tmp_path).fit(model, loader(blobs(150)), loader(blobs(61, 1)))
         assert len(watch.scores["val"]) == 61
 
-    def test_both_trainers(self, tmp_path: Path) -> None:
+    def test_trainers_of_both_packages(self, tmp_path: Path) -> None:
         class Plain(pytorch_lightning.LightningModule):
             backbone: nn.Module
 
@@ -355,7 +357,7 @@ class TestHooks:
         with pytest.raises(RuntimeError, match="more than one"):
             quiet_trainer(monitor(), monitor(), folder=tmp_path)
 
-    def test_copies(self, tmp_path: Path) -> None:
+    def test_copy_and_pickle(self, tmp_path: Path) -> None:
         watch, _, _ = fitted(tmp_path, on_flag=lambda *_: None, pool=blobs(20, 3))
         copied = copy.deepcopy(watch)
         assert copied.n_refits == 2

@@ -1,4 +1,4 @@
-"""Every misuse of the monitor gets an error that says what to do."""
+"""Tests of the callback's error messages: every misuse raises an error that says how to correct it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Rng = np.random.Generator
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
-    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
 ]
 
 
-class Endless(IterableDataset[Any]):
+class Iterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (blobs(60)[i] for i in range(60))
 
@@ -42,7 +42,7 @@ def float_labels() -> TensorDataset:
 
 
 def longer_every_time(module: Any, batch: Any) -> Tensor:
-    """As of sequences that are padded batch by batch."""
+    """Embeddings of varying width, as of sequences that are padded per batch."""
     module.calls = getattr(module, "calls", 0) + 1
     return nn.functional.pad(module.backbone(batch[0]), (0, module.calls - 1))
 
@@ -52,7 +52,7 @@ def one_logit(module: Any, batch: Any) -> Tensor:
 
 
 def shifted_labels(by: int) -> TrustMonitor:
-    """Classes that are not the columns of the logits."""
+    """A monitor whose labels do not match the columns of the logits."""
     return monitor(logits="classifier", labels=lambda batch: batch[1] + by)
 
 
@@ -63,11 +63,11 @@ class TestMisuse:
             ({"embed": 3}, "name of a submodule or a function"),
             ({"head": "sepc"}, "SEPC or a TrustHead"),
             ({"fit": 3}, "options of TrustHead.fit as a dictionary"),
-            ({"threshold": 1.5}, "threshold must lie between 0 and 1"),
-            ({"threshold": None}, "Give threshold or flag_fraction"),
-            ({"threshold": 0.7, "flag_fraction": 0.1}, "Give threshold or flag_fraction"),
-            ({"flag_fraction": 0.0}, "flag_fraction must lie between 0 and 1"),
-            ({"reasons": ("strange",)}, "some of novel, disagrees, ambiguous"),
+            ({"threshold": 1.5}, "threshold must lie strictly between 0 and 1"),
+            ({"threshold": None}, "Pass exactly one of threshold and flag_fraction"),
+            ({"threshold": 0.7, "flag_fraction": 0.1}, "Pass exactly one of threshold and flag_fraction"),
+            ({"flag_fraction": 0.0}, "flag_fraction must lie strictly between 0 and 1"),
+            ({"reasons": ("strange",)}, "one or more of novel, disagrees, ambiguous"),
             ({"reasons": ("disagrees",)}, "logits='classifier'"),
             ({"refit_every_n_epochs": -1}, "refit_every_n_epochs must be an integer of at least 0"),
             ({"max_fit_per_class": 0}, "max_fit_per_class must be an integer of at least 1"),
@@ -77,8 +77,8 @@ class TestMisuse:
             ({"inputs": 3}, "inputs must be a function"),
             ({"novel_distance": 0.5}, "novel_distance at least 1"),
             ({"dirpath": __file__}, "is a file; name a folder"),
-            ({"threshold": 0.5, "flag_fraction": 0.2}, "Give threshold or flag_fraction"),
-            ({"threshold": "0.5"}, "threshold must be a number, got '0.5'"),
+            ({"threshold": 0.5, "flag_fraction": 0.2}, "Pass exactly one of threshold and flag_fraction"),
+            ({"threshold": "0.5"}, "threshold must be a number; got '0.5'"),
             ({"flag_fraction": "a"}, "flag_fraction must be a number"),
             ({"min_margin": None}, "min_margin must be a number"),
             ({"min_margin": math.nan}, "min_margin must be at least 0"),
@@ -89,17 +89,17 @@ class TestMisuse:
             ({"stages": []}, "stages is empty"),
             ({"dirpath": 3}, "dirpath must be a path"),
             ({"dirpath": b"x"}, "dirpath must be a path"),
-            ({"prefix": ""}, "prefix must be a text that is not empty"),
-            ({"prefix": None}, "prefix must be a text"),
+            ({"prefix": ""}, "prefix must be a non-empty string"),
+            ({"prefix": None}, "prefix must be a non-empty string"),
             ({"ids": 3}, "ids must be a function"),
             ({"pool": 3}, "pool must be a LabelPool"),
-            ({"fit_data": 3}, "fit_data must be a data set"),
-            ({"fit": {"bogus": 1}}, "fit has 'bogus', and TrustHead.fit takes 'dim'"),
+            ({"fit_data": 3}, "fit_data must be an indexable data set"),
+            ({"fit": {"bogus": 1}}, "fit has the unknown options 'bogus'; TrustHead.fit accepts 'dim'"),
         ],
     )
-    def test_settings(self, options: dict[str, Any], message: str) -> None:
+    def test_invalid_arguments(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(MisconfigurationException, match=message):
-            # Without the type checks of these tests, as users run it.
+            # Unwrapped, so that beartype does not reject the argument first.
             inspect.unwrap(TrustMonitor.__init__)(object.__new__(TrustMonitor), **{"embed": "backbone", **options})
 
     @pytest.mark.parametrize(
@@ -108,25 +108,40 @@ class TestMisuse:
             (TrustMonitor("backbones"), None, None, r"no submodule of Picky. Did you mean 'backbone'\? It has"),
             (TrustMonitor(returns_a_tuple), None, None, "returns a tuple"),
             (TrustMonitor("backbone"), None, loader(blobs(30), shuffle=True), "Do not shuffle"),
-            (TrustMonitor("backbone"), None, loader(Endless()), "an iterable data set"),
-            (TrustMonitor("backbone"), loader(Endless()), None, "it cannot be read by index"),
+            (TrustMonitor("backbone"), None, loader(Iterable()), "an iterable data set"),
+            (TrustMonitor("backbone"), loader(Iterable()), None, "it cannot be read by index"),
             (TrustMonitor("backbone"), {"a": loader(blobs(30))}, None, "fit_data="),
-            (TrustMonitor("backbone", ids="file"), None, None, "ids='file' is not in a batch"),
-            (TrustMonitor("backbone", ids=lambda b: [1.5] * len(b[0])), None, None, "whole numbers or text"),
+            (TrustMonitor("backbone", ids="file"), None, None, "ids='file' is not a key of a batch"),
+            (TrustMonitor("backbone", ids=lambda b: [1.5] * len(b[0])), None, None, "integers or text"),
             (TrustMonitor("backbone", ids=lambda b: [1]), None, None, "There are 1 ids for a batch of"),
-            (TrustMonitor("backbone", labels=lambda b: b[0]), None, None, r"tensor \(batch,\) of whole numbers"),
-            (TrustMonitor("backbone", labels=lambda b: None), None, None, "label; found none"),
+            (TrustMonitor("backbone", labels=lambda b: b[0]), None, None, r"tensor \(batch,\) of integers"),
+            (TrustMonitor("backbone", labels=lambda b: None), None, None, "label per sample; found none"),
             (TrustMonitor("backbone", fit_data=float_labels()), None, None, r"found torch.float32.*batch\[1\].long"),
-            (TrustMonitor("backbone", inputs=lambda b: (b[0], b[1])), None, None, "forward of Picky.*tuple of all"),
-            (TrustMonitor(longer_every_time), None, None, "gave 16 and 17 features .* One vector per sample"),
-            (TrustMonitor("backbone", logits=one_logit), None, None, "one number for each sample, and one column"),
-            (shifted_labels(10), None, None, r"the classes 0 to 2; .* outside of these: \[10, 11, 12\]"),
-            (shifted_labels(1), None, None, r"the classes 0 to 2; .* outside of these: \[3\]"),
-            (TrustMonitor(lambda m, b: m.backbone(b[0])[:2]), None, None, r"gave \[2\] rows for a batch of 16"),
+            (
+                TrustMonitor("backbone", inputs=lambda b: (b[0], b[1])),
+                None,
+                None,
+                "forward of Picky does not accept the result of inputs=.*tuple of all",
+            ),
+            (
+                TrustMonitor(longer_every_time),
+                None,
+                None,
+                "returned 16 and 17 features .* expected one vector per sample",
+            ),
+            (
+                TrustMonitor("backbone", logits=one_logit),
+                None,
+                None,
+                "one number per sample; expected one column per class",
+            ),
+            (shifted_labels(10), None, None, r"the classes 0 to 2, .* outside this range: \[10, 11, 12\]"),
+            (shifted_labels(1), None, None, r"the classes 0 to 2, .* outside this range: \[3\]"),
+            (TrustMonitor(lambda m, b: m.backbone(b[0])[:2]), None, None, r"returned \[2\] rows for a batch of 16"),
         ],
     )
     @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
-    def test_in_a_run(self, tmp_path: Path, watch: TrustMonitor, train: Any, val: Any, message: str) -> None:
+    def test_errors_in_a_run(self, tmp_path: Path, watch: TrustMonitor, train: Any, val: Any, message: str) -> None:
         class Picky(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Tensor:
                 return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
@@ -165,13 +180,13 @@ class TestMisuse:
         with pytest.raises(MisconfigurationException, match=r"Stepwise has no forward of its own.*embed="):
             run.fit(Stepwise(), loader(blobs(30)))
 
-    def test_ids_of_several_samples(self, tmp_path: Path) -> None:
+    def test_repeated_ids(self, tmp_path: Path) -> None:
         watch, model, _ = fitted(tmp_path, trainer={"max_epochs": 1})
         same = monitor(head=watch.head, ids=lambda b: [0] * len(b[0]))
-        with pytest.warns(UserWarning, match="60 of 61 samples have the id of another one"):
+        with pytest.warns(UserWarning, match="60 of 61 samples have the id of another sample"):
             quiet_trainer(same, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
 
-    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # Lightning's, and right
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # Lightning's warning, expected here
     def test_a_checkpoint_of_another_prefix(self, tmp_path: Path) -> None:
         _, model, run = fitted(tmp_path, trainer={"max_epochs": 1})
         run.save_checkpoint(tmp_path / "x.ckpt")
@@ -185,17 +200,19 @@ class TestMisuse:
             with pytest.raises(MisconfigurationException, match=f"no head to {stage} with"):
                 getattr(quiet_trainer(monitor(), folder=tmp_path), stage)(Net(), loader(blobs(61, 1)))
 
-    def test_another_width(self, tmp_path: Path) -> None:
+    def test_embeddings_of_another_width(self, tmp_path: Path) -> None:
         watch, model, _ = fitted(tmp_path)
         wide = TrustMonitor(lambda module, batch: batch[0], head=watch.head)
-        with pytest.raises(MisconfigurationException, match="have 8 features, and the head was fitted to 16"):
+        with pytest.raises(MisconfigurationException, match="have 8 features, but the head was fitted to 16"):
             quiet_trainer(wide, folder=tmp_path).test(model, loader(blobs(20)), verbose=False)
 
-    def test_broken_embeddings_to_fit_to(self, tmp_path: Path) -> None:
+    def test_fit_to_embeddings_with_nan(self, tmp_path: Path) -> None:
         x, y = blobs(150).tensors
         x[[4, 9]] = math.nan
         watch = monitor(fit_data=TensorDataset(x, y))
-        with pytest.warns(UserWarning, match=r"2 embeddings hold NaN or infinity, those of the samples \[4, 9\]"):
+        with pytest.warns(
+            UserWarning, match=r"2 embeddings hold NaN or infinity; the first belong to the samples \[4, 9\]"
+        ):
             quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert watch.head is None
 
@@ -210,8 +227,8 @@ class TestMisuse:
         from lightning.pytorch.strategies import SingleDeviceStrategy
 
         class FSDPStrategy(SingleDeviceStrategy):
-            """The name is what counts; the real one needs GPUs."""
+            """The monitor checks the name only; the real strategy needs GPUs."""
 
         run = quiet_trainer(monitor(), folder=tmp_path, strategy=FSDPStrategy(device="cpu"), devices="auto")
-        with pytest.raises(MisconfigurationException, match="keeps only a part in each process"):
+        with pytest.raises(MisconfigurationException, match="FSDPStrategy shards its weights"):
             run.fit(Net(), loader(blobs(30)), loader(blobs(30, 1)))

@@ -1,4 +1,4 @@
-"""Pools, queries, and both active-learning loops in a real Trainer."""
+"""Tests of pools, queries and both active-learning loops in a Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rng = np.random.Generator
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
-    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
 ]
 
@@ -31,7 +31,7 @@ class TestPool:
         run = quiet_trainer(watch, folder=tmp_path)
         run.fit(model, datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
         assert sorted(watch.scores["pool"].ids) == list(range(60, 200))
-        assert "target" not in watch.scores["pool"].columns, "labels of the pool are not to be seen"
+        assert "target" not in watch.scores["pool"].columns, "the labels of the pool are hidden"
         ids = watch.query(10)
         assert ids == watch.query(10)
         assert len(set(ids)) == 10
@@ -43,7 +43,7 @@ class TestPool:
             watch.query(0)
 
     @pytest.mark.parametrize("as_loader", [False, True])
-    def test_a_query_asks_nobody_twice(self, tmp_path: Path, as_loader: bool) -> None:
+    def test_a_query_leaves_out_labelled_samples(self, tmp_path: Path, as_loader: bool) -> None:
         pool = LabelPool(blobs(80), labelled=range(60))
         watch = monitor(pool=loader(pool.pool()) if as_loader else None)
         data = PoolDataModule(pool, val=blobs(20, 1), batch_size=16)
@@ -60,7 +60,7 @@ class TestPool:
 
     def test_nothing_labelled(self, tmp_path: Path) -> None:
         data = PoolDataModule(LabelPool(blobs(30)), val=blobs(20, 1), batch_size=16)
-        with pytest.raises(MisconfigurationException, match="Nothing is labelled yet"):
+        with pytest.raises(MisconfigurationException, match="The pool has no labelled samples"):
             quiet_trainer(monitor(), folder=tmp_path).fit(Net(), datamodule=data)
 
     def test_no_pool(self, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ class TestPool:
             watch.flagged["pool"].to_csv(tmp_path / "none.csv")
             assert (tmp_path / "none.csv").read_text() == "id,trust,label,rule,reason,distance,margin\n"
 
-    def test_a_part_of_the_pool(self, tmp_path: Path) -> None:
+    def test_max_pool_scores_a_subset(self, tmp_path: Path) -> None:
         pool = LabelPool(blobs(200), labelled=range(60))
         seen: list[set[Any]] = []
         watch = monitor(pool=pool, max_pool=30, on_flag=lambda *_: None)
@@ -93,10 +93,10 @@ class TestPool:
             )
             seen.append(set(watch.scores["pool"].ids))
         assert all(len(ids) == 30 and min(ids) >= 60 for ids in seen)
-        assert seen[0] != seen[1], "another part at another step"
+        assert seen[0] != seen[1], "the subset depends on the step"
 
     def test_outer_loop(self, tmp_path: Path) -> None:
-        """Fresh weights and a fresh Trainer in every round, as benchmarks do."""
+        """New weights and a new Trainer in every round, as in benchmarks."""
         pool = LabelPool(blobs(200), labelled=range(30))
         for _ in range(3):
             watch = monitor(pool=pool, fit={"dim": 2})
@@ -108,7 +108,7 @@ class TestPool:
         assert pool.round_of[pool.labelled_ids].bincount().tolist() == [30, 10, 10, 10]
 
     def test_in_fit_loop(self, tmp_path: Path) -> None:
-        """One run in which the training set grows."""
+        """The training set grows within one run."""
         pool = LabelPool(blobs(200), labelled=range(30))
         sizes = []
 
@@ -126,9 +126,9 @@ class TestPool:
         again = LabelPool(blobs(200), labelled=range(30))
         data = PoolDataModule(again, test=blobs(30, 4), batch_size=16)
         quiet_trainer(monitor(), folder=tmp_path).test(Net(), data, ckpt_path=tmp_path / "x.ckpt", verbose=False)
-        assert torch.equal(again.round_of, pool.round_of), "the record is in the checkpoint"
+        assert torch.equal(again.round_of, pool.round_of), "the checkpoint holds the record"
 
-    def test_an_older_checkpoint_forgets_no_label(self, tmp_path: Path) -> None:
+    def test_an_older_checkpoint_removes_no_label(self, tmp_path: Path) -> None:
         pool = LabelPool(blobs(200), labelled=range(60))
         data = PoolDataModule(pool, val=blobs(61, 1), test=blobs(30, 4), batch_size=16)
         watch, model = monitor(), Net()
@@ -141,7 +141,7 @@ class TestPool:
         assert pool.labels_of([100, 101]).tolist() == [2, 2]
 
     def test_confirmed_mistakes_refit_before_the_schedule(self, tmp_path: Path) -> None:
-        """Three answers that contradict the head in one cell, two tolerated: a small disjunct."""
+        """Five labels contradict the head in one region and two are tolerated: a small disjunct."""
         pool = LabelPool(blobs(200), labelled=range(90))
 
         class Contradict(L.Callback):
@@ -161,12 +161,14 @@ class TestPool:
 
         watch = monitor(refit_every_n_epochs=3, pool=pool, fit={"dim": 2, "max_impure": 2})
         run = quiet_trainer(watch, Contradict(), folder=tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=1)
-        with pytest.warns(UserWarning, match=r"cells hold more confirmed mistakes.*5 samples labelled"):
+        with pytest.warns(UserWarning, match=r"regions hold more confirmed mistakes.*5 samples predicted as"):
             run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
-        assert watch.n_refits == 4, "the first validation, epoch 2 by schedule, 3 by the mistakes, 4 as the last"
+        assert watch.n_refits == 4, (
+            "first validation, epoch 2 by schedule, epoch 3 by the mistakes, epoch 4 as the last"
+        )
 
-    def test_refuses_what_is_not_a_pool(self) -> None:
+    def test_refuses_wrong_arguments(self) -> None:
         with pytest.raises(MisconfigurationException, match="pool must be a LabelPool"):
             inspect.unwrap(PoolDataModule.__init__)(object.__new__(PoolDataModule), blobs(3))
-        with pytest.raises(MisconfigurationException, match="shuffle is not yours to choose"):
+        with pytest.raises(MisconfigurationException, match="shuffle cannot be set"):
             PoolDataModule(LabelPool(blobs(3)), shuffle=True)

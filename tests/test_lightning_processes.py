@@ -1,4 +1,4 @@
-"""The monitor in several processes, and after a kill: real runs in subprocesses, with a time limit."""
+"""Tests of the callback in several processes and after a kill, as subprocesses with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_processes import FIT, judge_all
 from sepc_torch import TrustMonitor
 
 HERE = Path(__file__).parent
-# Several times what it takes on a busy machine; a deadlock would otherwise last for ever.
+# Seconds; several times the duration on a busy machine. Without a limit a deadlock would last for ever.
 LIMIT = 240
 
 
@@ -38,7 +38,7 @@ def by_id(table: dict[str, list[Any]]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_two_processes_agree_with_one(tmp_path: Path) -> None:
-    """61, 30 and 23 samples on two processes: padding is dropped, and every sample has the same values."""
+    """61, 30 and 23 samples on two processes: padding is dropped, and every sample has the values of one process."""
     L.seed_everything(2, verbose=False)
     watch, model = TrustMonitor("backbone", fit=FIT), Net()
     trainer = quiet_trainer(watch, folder=tmp_path)
@@ -48,11 +48,11 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     alone = judge_all(quiet_trainer(again, folder=tmp_path), again, tmp_path / "one.ckpt")
     run_script("ddp", tmp_path)
     first, second = (read(tmp_path / f"rank{rank}.json") for rank in (0, 1))
-    assert first == second, "every process sees the same"
+    assert first == second, "the results are equal on every process"
     for stage, table in alone.items():
         other = by_id(first["stages"][stage])
         for name, row in by_id(table).items():
-            assert other[name] == pytest.approx(row, rel=1e-4), "batches of another size round differently, no more"
+            assert other[name] == pytest.approx(row, rel=1e-4), "batches of another size differ by rounding only"
         assert other.keys() == by_id(table).keys()
     assert sorted(alone["val"]["id"]) == list(range(61))
     for left in (40, 3, 1, 0):
@@ -66,10 +66,10 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_spawned_processes_hand_back_files(tmp_path: Path) -> None:
+def test_spawned_processes_return_files(tmp_path: Path) -> None:
     run_script("spawn", tmp_path)
     found = read(tmp_path / "spawn.json")
-    assert found["forgotten"], "attributes do not come back from spawned processes; if they do now, say so in the docs"
+    assert found["no_head"], "spawned processes do not return attributes; if they do now, update the docs"
     assert found["rows"] == 30
     assert found["metrics"]["trust/val_n"] == 31
     assert {"monitor.pt", "val-epoch=0-step=3.csv", "test-epoch=0-step=3.csv"} == set(found["files"])
@@ -77,20 +77,22 @@ def test_spawned_processes_hand_back_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_kill_loses_nothing_and_labels_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_without_losing_or_repeating_labels(tmp_path: Path) -> None:
     run_script("kill", tmp_path)
     found = read(tmp_path / "kill.json")
-    # Rounds that must be those of the straight run: all of the outer loop, whose rounds start from a seed; in the
-    # in-fit loop those in the last checkpoint, after which Lightning shuffles with other random numbers.
+    # Number of rounds that must equal those of the uninterrupted run. Outer loop: all, because every round sets its
+    # seed. In-fit loop: those in the last checkpoint, because Lightning shuffles with other random numbers after it.
     kept = {"outer": [4, 4, 4], "in-fit": [1, 2]}
     for name, rounds in kept.items():
-        straight = found[f"{name} 0"]
-        assert straight["ends"] == [0]
+        uninterrupted = found[f"{name} 0"]
+        assert uninterrupted["ends"] == [0]
         for number, same in enumerate([4, *rounds]):
             again = found[f"{name} {number}"]
             assert again["ends"] == ([-9, 0] if number else [0])
             assert again["rounds"] == 4
-            assert [again["round_of"].count(r) for r in range(5)] == [24, 6, 6, 6, 6], "none lost, none twice"
+            assert [again["round_of"].count(r) for r in range(5)] == [24, 6, 6, 6, 6], "no label is lost or repeated"
             for r in range(same + 1):
-                ids = [[i for i, round_of in enumerate(run["round_of"]) if round_of == r] for run in (again, straight)]
+                ids = [
+                    [i for i, round_of in enumerate(run["round_of"]) if round_of == r] for run in (again, uninterrupted)
+                ]
                 assert ids[0] == ids[1], f"{name} {number}, round {r}"

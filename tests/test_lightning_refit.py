@@ -1,4 +1,4 @@
-"""When the head is fitted, to which weights, and how it travels in checkpoints."""
+"""Tests of refits: their schedule, the weights they use, and the head in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 
 from sepc_torch import TrustHead, TrustMonitor
 from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
-from sepc_torch.training.lightning.refitting import lowest_per_class, scrambled
+from sepc_torch.training.lightning.refitting import hash_ids, sample_per_class
 
 Rng = np.random.Generator
 
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
-    # The head of the small network projects on few dimensions where classes are small; that is the tests' own choice.
+    # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
 ]
 
@@ -48,13 +48,15 @@ class TestRefit:
         assert {step: steps[step] for step in ends} == {step: step for step in ends}
 
     @pytest.mark.parametrize("first", [True, False])
-    def test_averaged_weights_are_the_ones_fitted(self, tmp_path: Path, first: bool) -> None:
+    def test_the_head_is_fitted_to_averaged_weights(self, tmp_path: Path, first: bool) -> None:
         from lightning.pytorch.callbacks import EMAWeightAveraging
 
         class Seen(TrustMonitor):
             def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
                 if not trainer.sanity_checking:
-                    assert not self._keeper.is_stale(pl_module), "the head belongs to the weights that are validated"
+                    assert not self._head_state.is_stale(pl_module), (
+                        "the head belongs to the weights that are validated"
+                    )
                 super().on_validation_batch_end(trainer, pl_module, *rest)
 
         watch, average = Seen("backbone", fit=FIT), EMAWeightAveraging(decay=0.9)
@@ -63,7 +65,7 @@ class TestRefit:
         assert watch.n_refits >= 2
 
     def test_training_is_not_disturbed(self, tmp_path: Path) -> None:
-        """Dropout, shuffling and batch statistics: bit for bit the weights of a run without the monitor."""
+        """With dropout, shuffling and batch norm, the weights are bitwise those of a run without the monitor."""
         weights = []
         for callbacks in ([], [monitor(pool=blobs(20, 7))]):
             L.seed_everything(5, verbose=False)
@@ -74,8 +76,8 @@ class TestRefit:
             weights.append(copy.deepcopy(model.state_dict()))
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
-    def test_module_modes_are_left_alone(self, tmp_path: Path) -> None:
-        """A batch norm that the user froze stays frozen after our passes."""
+    def test_module_modes_are_restored(self, tmp_path: Path) -> None:
+        """A batch norm frozen by the user stays frozen after an inference pass."""
 
         class Frozen(Net):
             def on_train_epoch_start(self) -> None:
@@ -93,7 +95,7 @@ class TestRefit:
 
     def test_schedule_and_last_epoch(self, tmp_path: Path) -> None:
         watch, _, run = fitted(tmp_path, trainer={"max_epochs": 5}, refit_every_n_epochs=2)
-        assert watch.n_refits == 4, "the first validation, epochs 1 and 3, and the last"
+        assert watch.n_refits == 4, "first validation, epochs 1 and 3, and the last epoch"
         assert watch.fit_epoch == 4
         assert watch.fit_step == run.global_step
         never = monitor(refit_every_n_epochs=0, head=watch.head)
@@ -101,21 +103,21 @@ class TestRefit:
         assert never.n_refits == 0
         assert never.head is watch.head
 
-    def test_a_head_that_was_given_is_replaced_in_training(self, tmp_path: Path) -> None:
+    def test_training_replaces_a_given_head(self, tmp_path: Path) -> None:
         given = TrustHead.fit(torch.randn(60, 16), torch.arange(60) % 3, progress=False)
         watch, _, _ = fitted(tmp_path, trainer={"max_epochs": 1}, head=given)
         assert watch.n_refits == 1
         assert watch.head is not given
-        assert "to keep it, give ``refit_every_n_epochs=0``" in (TrustMonitor.__doc__ or "")
+        assert "to keep the given head, pass ``refit_every_n_epochs=0``" in (TrustMonitor.__doc__ or "")
 
-    def test_a_monitor_may_be_used_again(self, tmp_path: Path) -> None:
-        """Fresh weights reach the same steps again, and want heads of their own."""
+    def test_a_monitor_can_be_reused(self, tmp_path: Path) -> None:
+        """A second run has new weights at the same global steps, and refits to them."""
         watch = monitor()
         for _ in range(2):
             model = Net()
             run = quiet_trainer(watch, folder=tmp_path)
             run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
-            assert not watch._keeper.is_stale(model)
+            assert not watch._head_state.is_stale(model)
         assert watch.n_refits == 4
 
     def test_an_early_stop_leaves_a_fresh_head(self, tmp_path: Path) -> None:
@@ -129,8 +131,8 @@ class TestRefit:
         assert run.current_epoch < 20
         assert watch.fit_step == run.global_step
 
-    def test_training_batches_are_not_stolen(self, tmp_path: Path) -> None:
-        """With persistent workers, reading the training loader again would take batches from the epoch."""
+    def test_training_batches_are_not_consumed(self, tmp_path: Path) -> None:
+        """With persistent workers, iterating over the training loader again would take batches from the epoch."""
 
         class Count(L.Callback):
             batches = 0
@@ -143,7 +145,7 @@ class TestRefit:
         run = quiet_trainer(watch, counter, folder=tmp_path, val_check_interval=0.5)
         run.fit(Net(), train, loader(blobs(20, 1)))
         assert counter.batches == 2 * 6
-        assert watch.n_refits == 3, "the first validation, amid an epoch, and both ends"
+        assert watch.n_refits == 3, "first validation, in mid-epoch, and the ends of both epochs"
 
     def test_a_failed_refit_keeps_the_old_head(self, tmp_path: Path) -> None:
         calls = []
@@ -156,7 +158,7 @@ class TestRefit:
 
         watch = monitor(fit=fit)
         run = quiet_trainer(watch, folder=tmp_path, max_epochs=3)
-        with pytest.warns(UserWarning, match=r"the refit failed: RuntimeError: no luck.*the head of before stays"):
+        with pytest.warns(UserWarning, match=r"the refit failed: RuntimeError: no luck.*the previous head stays"):
             run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert calls == [150, 150, 150]
         assert watch.n_refits == 2
@@ -167,7 +169,7 @@ class TestRefit:
                 Net(), loader(blobs(150)), loader(blobs(61, 1))
             )
 
-    def test_fits_to_so_many_of_each_class(self, tmp_path: Path) -> None:
+    def test_max_fit_per_class(self, tmp_path: Path) -> None:
         sizes = []
 
         def fit(z: Tensor, y: Tensor) -> TrustHead:
@@ -177,17 +179,17 @@ class TestRefit:
         fitted(tmp_path, fit=fit, max_fit_per_class=30)
         assert sizes == [[30, 30, 30]] * 2
 
-    def test_the_sample_does_not_depend_on_how_it_is_shared(self, rng: Rng) -> None:
+    def test_the_subset_does_not_depend_on_the_number_of_processes(self, rng: Rng) -> None:
         ids, labels = torch.from_numpy(rng.permutation(500)), torch.from_numpy(rng.integers(0, 4, 500))
-        whole = set(ids[lowest_per_class(ids, labels, 20)].tolist())
+        whole = set(ids[sample_per_class(ids, labels, 20)].tolist())
         halves = [ids[::2], ids[1::2]], [labels[::2], labels[1::2]]
-        kept = [(i[k], y[k]) for i, y in zip(*halves, strict=True) for k in [lowest_per_class(i, y, 20)]]
+        kept = [(i[k], y[k]) for i, y in zip(*halves, strict=True) for k in [sample_per_class(i, y, 20)]]
         i, y = torch.cat([a for a, _ in kept]), torch.cat([b for _, b in kept])
-        assert set(i[lowest_per_class(i, y, 20)].tolist()) == whole
-        assert len(scrambled(torch.arange(10_000)).unique()) == 10_000
-        assert abs(np.corrcoef(np.arange(10_000), scrambled(torch.arange(10_000)).argsort().numpy())[0, 1]) < 0.05
+        assert set(i[sample_per_class(i, y, 20)].tolist()) == whole
+        assert len(hash_ids(torch.arange(10_000)).unique()) == 10_000
+        assert abs(np.corrcoef(np.arange(10_000), hash_ids(torch.arange(10_000)).argsort().numpy())[0, 1]) < 0.05
 
-    def test_augmented_data_are_noticed(self, tmp_path: Path) -> None:
+    def test_augmented_data_give_a_warning(self, tmp_path: Path) -> None:
         class Noisy(Dataset[Any]):
             def __len__(self) -> int:
                 return 150
@@ -197,12 +199,12 @@ class TestRefit:
                 return x + 0.1 * torch.randn(FEATURES), y
 
         run = quiet_trainer(monitor(), folder=tmp_path, limit_val_batches=0)
-        with pytest.warns(UserWarning, match=r"they seem augmented.*fit_data"):
+        with pytest.warns(UserWarning, match=r"the data seem augmented.*fit_data"):
             run.fit(Net(), loader(Noisy()), loader(blobs(20, 1)))
 
 
 class TestCheckpoints:
-    def test_two_and_two_epochs_are_four(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, tmp_path: Path) -> None:
         def run(epochs: int, ckpt: Path | None) -> tuple[Net, TrustMonitor, L.Trainer]:
             L.seed_everything(3, verbose=False)
             watch, model = monitor(pool=blobs(40, 9)), Net()
@@ -212,14 +214,16 @@ class TestCheckpoints:
 
         _, _, half = run(2, None)
         half.save_checkpoint(tmp_path / "half.ckpt")
-        resumed, straight = run(4, tmp_path / "half.ckpt"), run(4, None)
-        assert all(torch.equal(a, b) for a, b in zip(resumed[0].parameters(), straight[0].parameters(), strict=True))
+        resumed, uninterrupted = run(4, tmp_path / "half.ckpt"), run(4, None)
+        assert all(
+            torch.equal(a, b) for a, b in zip(resumed[0].parameters(), uninterrupted[0].parameters(), strict=True)
+        )
         for stage in ("val", "pool"):
-            assert same_tables(resumed[1].scores[stage], straight[1].scores[stage])
-        assert resumed[1].query(5) == straight[1].query(5)
-        assert resumed[1].n_refits == straight[1].n_refits == 4
+            assert same_tables(resumed[1].scores[stage], uninterrupted[1].scores[stage])
+        assert resumed[1].query(5) == uninterrupted[1].query(5)
+        assert resumed[1].n_refits == uninterrupted[1].n_refits == 4
 
-    def test_the_head_comes_with_the_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_restores_the_head(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
         run.test(model, loader(blobs(30, 2)), verbose=False)
@@ -229,7 +233,7 @@ class TestCheckpoints:
         assert same_tables(fresh.scores["test"], watch.scores["test"])
         assert (fresh.fit_epoch, fresh.fit_step, fresh.n_refits) == (watch.fit_epoch, watch.fit_step, watch.n_refits)
 
-    def test_results_of_earlier_calls_stay(self, tmp_path: Path) -> None:
+    def test_loading_a_checkpoint_keeps_earlier_results(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
         before = watch.scores["val"]
@@ -243,10 +247,10 @@ class TestCheckpoints:
         quiet_trainer(again, folder=tmp_path).fit(
             Net(), loader(blobs(150)), loader(blobs(61, 1)), ckpt_path=tmp_path / "done.ckpt"
         )
-        assert again.n_refits == watch.n_refits, "nothing is left to train"
+        assert again.n_refits == watch.n_refits, "the run trains no further"
         assert same_tables(again.scores["pool"], watch.scores["pool"])
 
-    def test_other_weights_are_noticed(self, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def test_other_weights_give_a_warning(self, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
         _watch, model, run = fitted(tmp_path)
         run.test(model, loader(blobs(30, 2)), verbose=False)
         assert not [w for w in recwarn if "stale" in str(w.message)]
@@ -255,7 +259,7 @@ class TestCheckpoints:
         with pytest.warns(UserWarning, match="may be stale"):
             run.test(model, loader(blobs(30, 2)), verbose=False)
 
-    def test_heads_are_bytes(self, rng: Rng) -> None:
+    def test_heads_are_serialised_to_bytes(self, rng: Rng) -> None:
         x, y = blobs(90).tensors
         head = TrustHead.fit(x, y, progress=False)
         for each in (head, head.sepc):
@@ -265,8 +269,8 @@ class TestCheckpoints:
             assert type(again) is type(each)
             assert all(torch.equal(a, b) for a, b in zip(again.buffers(), each.buffers(), strict=True))
 
-    def test_the_head_can_be_loaded_into_after_validation(self, tmp_path: Path) -> None:
-        """Validation runs in inference mode; the head's buffers must not be inference tensors."""
+    def test_the_head_has_no_inference_tensors_after_validation(self, tmp_path: Path) -> None:
+        """Validation runs in inference mode, but the head's buffers can be loaded into and differentiated through."""
         watch, _, _ = fitted(tmp_path)
         assert watch.head is not None
         assert not any(buffer.is_inference() for buffer in watch.head.buffers())

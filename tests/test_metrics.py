@@ -1,4 +1,4 @@
-"""Metrics of trust: against brute force over all orders of ties, closed forms, identities, and bad input."""
+"""Metrics: brute force over all orders of ties, closed forms, identities, torchmetrics classes, and input errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Rng = np.random.Generator
 
 
 def over_all_orders(confidence: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """The mean selective risks over every order that sorts the confidences."""
+    """Mean selective risks over every order that sorts the confidences descending."""
     curves = []
     for order in itertools.permutations(range(len(confidence))):
         if (np.diff(confidence[list(order)]) <= 0).all():
@@ -49,7 +49,7 @@ def over_all_orders(confidence: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 
 def scored(rng: Rng, count: int, distinct: int | None = None) -> tuple[Tensor, Tensor]:
-    """Confidences that know something of what is right, with ties if only so many values are distinct."""
+    """Confidences that correlate with correctness; ``distinct`` rounds them, which makes ties."""
     correct = rng.random(count) < 0.7
     confidence = rng.normal(size=count) + correct
     if distinct is not None:
@@ -57,7 +57,7 @@ def scored(rng: Rng, count: int, distinct: int | None = None) -> tuple[Tensor, T
     return torch.from_numpy(confidence), torch.from_numpy(correct)
 
 
-def test_ties_are_an_expectation(rng: Rng) -> None:
+def test_ties_give_the_mean_over_all_orders(rng: Rng) -> None:
     for _ in range(5):
         confidence, correct = rng.integers(0, 3, 7) / 4, rng.random(7) < 0.6
         unknown = rng.random(7) < 0.3
@@ -70,7 +70,7 @@ def test_ties_are_an_expectation(rng: Rng) -> None:
         joint = over_all_orders(confidence, np.where(unknown, 0.3, 0.7 * ~correct))
         found = scod_aurc(*given, torch.from_numpy(unknown), unknown_cost=0.3)
         assert float(found) == pytest.approx(joint.mean(), rel=1e-12)
-        # The generalised risk is the selective one times coverage; its trapezoids begin at nothing accepted.
+        # The generalised risk is the selective risk times coverage; its first trapezoid starts at coverage 0.
         general = np.concatenate([[0.0], joint * np.arange(1, 8) / 7])
         area = scod_augrc(*given, torch.from_numpy(unknown), unknown_cost=0.3)
         assert float(area) == pytest.approx(np.trapezoid(general, dx=1 / 7), rel=1e-12)
@@ -81,7 +81,7 @@ def test_constant_and_perfect_scores(rng: Rng) -> None:
     wrong = int((~correct).sum())
     assert float(aurc(torch.ones(500), correct)) == pytest.approx(wrong / 500)
     assert float(naurc(torch.ones(500), correct)) == pytest.approx(1.0)
-    # The oracle accepts all the right ones first: only the last places err.
+    # The best ranking accepts all right predictions first; the errors come last.
     harmonic = 1.0 / np.arange(1, 501)
     best = (wrong - (500 - wrong) * harmonic[500 - wrong :].sum()) / 500
     assert float(optimal_aurc(correct)) == pytest.approx(best)
@@ -93,7 +93,7 @@ def test_constant_and_perfect_scores(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_nothing_to_rank_is_not_a_number(value: bool) -> None:
+def test_all_right_or_all_wrong_gives_nan(value: bool) -> None:
     correct = torch.full((5,), value)
     assert naurc(torch.rand(5), correct).isnan()
     assert failure_auroc(torch.rand(5), correct).isnan()
@@ -101,7 +101,7 @@ def test_nothing_to_rank_is_not_a_number(value: bool) -> None:
 
 
 @pytest.mark.parametrize("distinct", [None, 3])
-def test_augrc_is_auroc_in_other_words(rng: Rng, distinct: int | None) -> None:
+def test_augrc_is_a_function_of_auroc(rng: Rng, distinct: int | None) -> None:
     confidence, correct = scored(rng, 300, distinct)
     risk = float((~correct).double().mean())
     area = float(failure_auroc(confidence, correct))
@@ -109,7 +109,7 @@ def test_augrc_is_auroc_in_other_words(rng: Rng, distinct: int | None) -> None:
     assert float(augrc(confidence, correct)) == pytest.approx(risk * (1 - risk) * (1 - area) + risk**2 / 2)
 
 
-def test_only_the_order_matters(rng: Rng) -> None:
+def test_metrics_depend_only_on_the_order(rng: Rng) -> None:
     confidence, correct = scored(rng, 300)
     for metric in (aurc, eaurc, naurc, augrc, failure_auroc):
         assert float(metric(confidence.exp(), correct)) == pytest.approx(float(metric(confidence, correct)), rel=1e-12)
@@ -126,7 +126,7 @@ def test_coverage_at_risk_keeps_ties_together(rng: Rng) -> None:
         assert float(coverage_at_risk(confidence, correct, risk)) == pytest.approx(best)
 
 
-def test_false_positives_by_both_conventions(rng: Rng) -> None:
+def test_fpr95_by_both_conventions(rng: Rng) -> None:
     known = torch.from_numpy(np.round(rng.normal(size=137) + 1, 1))
     unknown = torch.from_numpy(np.round(rng.normal(size=91), 1))
     truth = np.r_[np.ones(137), np.zeros(91)]
@@ -139,7 +139,7 @@ def test_false_positives_by_both_conventions(rng: Rng) -> None:
     assert float(fpr95(known, unknown, positive="unknown")) == pytest.approx(best)
 
 
-def test_calibration_of_what_is_calibrated(rng: Rng) -> None:
+def test_calibrated_probabilities_have_a_small_error(rng: Rng) -> None:
     p = torch.from_numpy(rng.random(40_000))
     correct = torch.from_numpy(rng.random(40_000)) < p
     assert float(ece(p, correct)) < 0.02
@@ -153,7 +153,7 @@ def test_ece_bin_by_bin(rng: Rng, binning: Any) -> None:
     p, correct = np.round(rng.random(300), 2), rng.random(300) < 0.5
     if binning == "width":
         bin_of = np.maximum(np.ceil(np.round(p * 10, 9)), 1) - 1
-    else:  # the bin of the first of equals, in order
+    else:  # tied predictions share the bin of the first
         order = np.sort(p)
         bin_of = np.array([np.searchsorted(order, value) * 10 // 300 for value in p])
     wanted = sum(abs(correct[bin_of == b].sum() - p[bin_of == b].sum()) for b in range(10)) / 300
@@ -185,7 +185,7 @@ METRICS: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("metric", "function", "options"), METRICS)
-def test_classes_are_the_functions_over_batches(
+def test_classes_agree_with_the_functions_over_batches(
     rng: Rng, metric: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     confidence, correct = scored(rng, 90, distinct=6)
@@ -216,7 +216,7 @@ def test_classes_with_unknowns(rng: Rng) -> None:
 
 
 def test_classes_gather_over_processes(rng: Rng) -> None:
-    """Two processes with unequal shares compute what one does with all."""
+    """Two processes with different numbers of rows compute the value of one process with all rows."""
     script = textwrap.dedent(
         """
         import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -246,18 +246,18 @@ def test_classes_gather_over_processes(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("coverage", [0.0, 1.1, -0.5])
-def test_shares_are_shares(coverage: float) -> None:
+def test_fractions_out_of_range_are_rejected(coverage: float) -> None:
     confidence, correct = torch.rand(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="coverage is a share"):
+    with pytest.raises(ValueError, match="coverage must be above 0 and at most 1"):
         risk_at_coverage(confidence, correct, coverage)
     if coverage:
-        with pytest.raises(ValueError, match="risk is a share"):
+        with pytest.raises(ValueError, match="risk must lie between 0 and 1"):
             coverage_at_risk(confidence, correct, coverage)
-        with pytest.raises(ValueError, match="unknown_cost is a share"):
+        with pytest.raises(ValueError, match="unknown_cost must lie between 0 and 1"):
             scod_aurc(confidence, correct, correct, coverage)
 
 
-def test_bad_input_is_named() -> None:
+def test_input_errors() -> None:
     right = torch.tensor([True, True])
     with pytest.raises(ValueError, match="NaN"):
         aurc(torch.tensor([0.5, float("nan")]), right)
@@ -265,12 +265,12 @@ def test_bad_input_is_named() -> None:
         aurc(torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"between 0 and 1, got values from 0\.5 to 3\.0"):
         ece(torch.tensor([0.5, 3.0]), right)
-    with pytest.raises(ValueError, match="unknown samples need one confidence each"):
+    with pytest.raises(ValueError, match=r"confidences of unknown samples must have shape \(n,\), n >= 1, got \(0,\)"):
         fpr95(torch.rand(3), torch.zeros(0))
 
 
-def test_numbers_are_not_flags() -> None:
-    """Checked directly: the type checks of the tests come first; ~1 is -2, which would be a quiet wrong result."""
+def test_flags_must_be_boolean() -> None:
+    """Calls check_flags directly, because the tests check annotations first. ~1 is -2, a silent wrong result."""
     for flags in (torch.tensor([1, 0]), torch.tensor([1.0, 0.0]), [True, False]):
         with pytest.raises(TypeError, match="boolean tensor"):
             check_flags(flags)

@@ -1,6 +1,6 @@
-"""Our metrics against those of TorchUncertainty 0.13.0, pytorch-ood 0.4.0 and torchmetrics, on scores without ties.
+"""Metrics compared with TorchUncertainty 0.13.0, pytorch-ood 0.4.0 and torchmetrics, on scores without ties.
 
-Where the definitions differ, the test states the exact relation. With ties the others take an arbitrary order.
+Where the definitions differ, the test states the exact relation. With ties the other libraries use an arbitrary order.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sepc_torch.metrics import (
 
 Rng = np.random.Generator
 TU = "torch_uncertainty.metrics.classification"
-# TorchUncertainty keeps errors and coverage in float32.
+# Relative tolerance: TorchUncertainty stores errors and coverage in float32.
 SINGLE = 1e-5
 
 
 class Judged(NamedTuple):
-    """What a network says, what is true, and what our metrics see of it."""
+    """A network's probabilities, the true classes, and the confidence and correctness that the metrics use."""
 
     probabilities: Tensor
     target: Tensor
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
 
     @property
     def risks(self) -> Tensor:
-        """The selective risk after every prediction."""
+        """Selective risk after every accepted prediction."""
         wrong = (~self.correct)[self.confidence.argsort(descending=True)].double()
         return wrong.cumsum(0) / torch.arange(1, len(wrong) + 1)
 
@@ -60,7 +60,7 @@ def judged(request: pytest.FixtureRequest, rng: Rng) -> Judged:
 
 
 def test_aurc(judged: Judged) -> None:
-    """TorchUncertainty's trapezoids leave out half of the first and the last risk, and divide by one less."""
+    """TorchUncertainty uses trapezoids: half of the first and of the last risk is missing, and it divides by n - 1."""
     n, risks = len(judged.target), judged.risks
     theirs = peer(f"{TU}.risk_coverage").AURC()
     theirs.update(judged.probabilities, judged.target)
@@ -70,7 +70,7 @@ def test_aurc(judged: Judged) -> None:
 
 
 def test_augrc(judged: Judged) -> None:
-    """TorchUncertainty begins its trapezoids at the first prediction, we at none, and it divides by one less."""
+    """TorchUncertainty's trapezoids start at the first prediction, ours at coverage 0; it divides by n - 1."""
     n, risks = len(judged.target), judged.risks
     theirs = peer(f"{TU}.risk_coverage").AUGRC()
     theirs.update(judged.probabilities, judged.target)
@@ -79,7 +79,7 @@ def test_augrc(judged: Judged) -> None:
     assert float(theirs.compute()) == pytest.approx(expected, rel=SINGLE, abs=1e-7)
 
 
-def test_aurra_is_what_aurc_leaves(judged: Judged) -> None:
+def test_aurra_is_one_minus_aurc(judged: Judged) -> None:
     theirs = peer("pytorch_ood.metrics.functional").aurra(judged.confidence, judged.correct)
     assert theirs == pytest.approx(1.0 - float(aurc(judged.confidence, judged.correct)), rel=1e-12, abs=1e-12)
 
@@ -105,10 +105,10 @@ def test_joint_task(judged: Judged, cost: float, rng: Rng) -> None:
     assert float(theirs.compute()) == pytest.approx(expected, rel=SINGLE, abs=1e-7)
 
 
-# No share of a few hundred predictions, so that rounding decides nothing.
+# Irrational risks, so that no error rate equals the risk and rounding has no effect.
 @pytest.mark.parametrize("risk", [math.sqrt(0.003), math.sqrt(0.05), math.sqrt(0.2)])
 def test_coverage_at_risk(judged: Judged, risk: float) -> None:
-    """Where no coverage is admissible TorchUncertainty says NaN, we 0."""
+    """If no coverage is admissible, TorchUncertainty returns NaN and this library 0."""
     theirs = peer(f"{TU}.risk_coverage").CovAtxRisk(risk_threshold=risk)
     theirs.update(judged.probabilities, judged.target)
     found = float(theirs.compute())
@@ -124,8 +124,8 @@ def test_risk_at_coverage(judged: Judged, coverage: float) -> None:
     assert float(theirs.compute()) == pytest.approx(ours, rel=SINGLE)
 
 
-def test_a_rounded_coverage_is_no_further_prediction() -> None:
-    """0.07 * 100 is a hair above 7: TorchUncertainty accepts an eighth prediction there, we do not."""
+def test_coverage_is_not_rounded_up_by_floating_point() -> None:
+    """0.07 * 100 exceeds 7 in floating point: TorchUncertainty accepts an eighth prediction, this library seven."""
     confidence = torch.linspace(1.0, 0.6, 100, dtype=torch.float64)
     correct = torch.arange(100) < 7
     theirs = peer(f"{TU}.risk_coverage").RiskAtxCov(cov_threshold=0.07)
@@ -137,7 +137,7 @@ def test_a_rounded_coverage_is_no_further_prediction() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1), (19, 40), (20, 21), (300, 100)])
 @pytest.mark.filterwarnings("ignore:Metric `FPR:UserWarning")
 def test_unknowns(sizes: tuple[int, int], rng: Rng) -> None:
-    """pytorch-ood takes the unknown for positive; TorchUncertainty what it is told to."""
+    """pytorch-ood treats unknown samples as positive; TorchUncertainty takes an argument."""
     known, unknown = (torch.from_numpy(rng.normal(size=size)) for size in sizes)
     known += 1.0
     both = torch.cat([known, unknown])
@@ -153,7 +153,7 @@ def test_unknowns(sizes: tuple[int, int], rng: Rng) -> None:
 
 
 def test_brier(judged: Judged) -> None:
-    """TorchUncertainty's is over all classes by default; ours is that of its top class."""
+    """TorchUncertainty sums over all classes by default; its option for the top class is our definition."""
     theirs = peer(f"{TU}.brier_score").BrierScore(num_classes=5, top_class=True)
     theirs.update(judged.probabilities, judged.target)
     assert float(theirs.compute()) == pytest.approx(float(brier(judged.confidence, judged.correct)), rel=SINGLE)
@@ -161,16 +161,16 @@ def test_brier(judged: Judged) -> None:
 
 @pytest.mark.parametrize("bins", [1, 10, 15])
 def test_ece_of_equal_width(judged: Judged, bins: int) -> None:
-    """torchmetrics, whose error TorchUncertainty logs, closes its bins on the other side: no matter off the edges."""
+    """torchmetrics, which TorchUncertainty uses, closes bins on the other side; this matters only on the edges."""
     theirs = multiclass_calibration_error(judged.probabilities, judged.target, num_classes=5, n_bins=bins)
-    # They sum in float32, and the error is a difference of such sums.
+    # torchmetrics sums in float32, and the error is a difference of sums.
     ours = float(ece(judged.confidence, judged.correct, bins=bins))
     assert float(theirs) == pytest.approx(ours, rel=SINGLE, abs=1e-6)
 
 
 @pytest.mark.parametrize("bins", [1, 8, 20])
 def test_ece_of_equal_mass(bins: int, rng: Rng) -> None:
-    """The same bins where their number divides that of the predictions; else pytorch-ood's last one is larger."""
+    """The bins agree if their number divides the number of predictions; else the last bin of pytorch-ood is larger."""
     confidence = torch.from_numpy(rng.random(400))
     correct = torch.from_numpy(rng.random(400)) < confidence
     functional = peer("pytorch_ood.metrics.functional")

@@ -1,4 +1,4 @@
-"""The native minimum-volume ellipsoid: optimality conditions, equivariance, closed forms, degenerate sets."""
+"""Native solver of the minimum-volume ellipsoid: optimality conditions, equivariance, closed forms, degenerate sets."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def gaussian(rng: Rng, count: int, dim: int) -> Array:
 
 
 def assert_john(e: MinimumVolumeEllipsoid, points: Array, tol: float = 1e-6) -> None:
-    r"""John: weights on the surface with :math:`\sum u (z-c) = 0`, :math:`D \sum u (z-c)(z-c)^T = (W^T W)^{-1}`."""
+    r"""John's conditions: surface points, :math:`\sum u (z-c) = 0`, :math:`D \sum u (z-c)(z-c)^T = (W^T W)^{-1}`."""
     assert e.distance(points).max() <= 1.0
     assert e.weights.min() > 0
     assert e.weights.sum() == pytest.approx(1.0)
-    carried = e.weights > 1e-4  # weights that are still vanishing sit a little inside
-    assert e.distance(points[e.support])[carried] == pytest.approx(1.0, abs=1e-3)
+    significant = e.weights > 1e-4  # points with a vanishing weight can lie slightly inside
+    assert e.distance(points[e.support])[significant] == pytest.approx(1.0, abs=1e-3)
     v = (points[e.support] - e.center) @ e.whitener.T
     assert e.weights @ v == pytest.approx(np.zeros(e.dim), abs=tol)
     assert e.dim * (v * e.weights[:, None]).T @ v == pytest.approx(np.eye(e.dim), abs=tol)
@@ -89,7 +89,7 @@ def test_gap_bounds_the_excess_volume(rng: Rng) -> None:
 
 
 def test_enclosure_holds_at_every_stage(rng: Rng) -> None:
-    """A coarse design brackets the exact ellipsoid: g / outer <= g* <= g / inner, for any point of space."""
+    """A coarse design encloses the exact ellipsoid: g / outer <= g* <= g / inner at any point."""
     points = gaussian(rng, 600, 5)
     hull = affine_hull(points)
     x = lifted(hull)
@@ -107,28 +107,28 @@ def test_enclosure_holds_at_every_stage(rng: Rng) -> None:
 
 
 def test_variances_are_bounded_while_the_design_moves(rng: Rng) -> None:
-    """What is not looked at is truly below the level, for every design on the way and for subsets."""
+    """Every value that is not recomputed is below the level, for each design of a sequence and for subsets."""
     x = np.concatenate([rng.standard_t(4, size=(4, 3000)), np.ones((1, 3000))])
-    known, looked_at = Variances(x), 0
+    known, computed = Variances(x), 0
     u = np.full(3000, 1 / 3000)
     for step in range(30):
         u *= rng.uniform(0.8, 1.25, size=len(u))
         root = inverse_root(known.columns().T, u / u.sum())
         g = np.sum((root @ known.columns()) ** 2, axis=0)
         near, values = known.at_least(root, 0.9 * 5, np.arange(len(known)))
-        looked_at += len(near)
+        computed += len(near)
         assert values == pytest.approx(g[near])
         assert np.isin(np.flatnonzero(g >= 0.9 * 5), near).all()
         assert (known.bounds() >= g * (1 - 1e-9)).all()
         if step % 10 == 9:
             keep = np.sort(rng.permutation(len(known))[: len(known) // 2])
             known, u = known.subset(keep), u[keep]
-    assert looked_at < 0.7 * 30 * 3000
+    assert computed < 0.7 * 30 * 3000
 
 
 @pytest.mark.parametrize("left", [0.9, 0.5])
-def test_the_design_of_a_subset_is_its_own(rng: Rng, left: float) -> None:
-    """Begun from the design of the whole, it ends where a fresh one does, with a certificate over its own columns."""
+def test_a_subset_design_reaches_the_optimum_of_its_columns(rng: Rng, left: float) -> None:
+    """Started from the design of the whole set, it reaches the optimum of a new design, with a valid certificate."""
     x = lifted(affine_hull(gaussian(rng, 2000, 6)))
     whole = Design(x)
     whole.refine(0.1)
@@ -149,8 +149,8 @@ def test_closed_forms(dim: int) -> None:
     assert e.center == pytest.approx(np.zeros(dim), abs=1e-12)
     cube = np.stack(np.meshgrid(*[[-1.0, 1.0]] * dim), axis=-1).reshape(-1, dim)
     assert minimum_volume_ellipsoid(cube).semi_axes == pytest.approx(np.full(dim, np.sqrt(dim)))
-    # The simplex 0, e_1, ..., e_D: all points on the surface, centre the centroid, volume from the regular
-    # simplex's map.
+    # The simplex 0, e_1, ..., e_D: all points lie on the surface, the centre is the centroid, and the shape matrix is D
+    # times the covariance.
     simplex = np.concatenate([np.zeros((1, dim)), np.eye(dim)])
     e = minimum_volume_ellipsoid(simplex)
     assert e.center == pytest.approx(np.full(dim, 1 / (dim + 1)))
@@ -168,7 +168,7 @@ def test_affine_equivariance(rng: Rng) -> None:
     assert e.affine_image(matrix, shift).whitener == pytest.approx(image.whitener, rel=1e-5, abs=1e-7)
 
 
-def test_interior_points_and_duplicates_change_nothing(rng: Rng) -> None:
+def test_interior_points_and_duplicates_do_not_change_the_volume(rng: Rng) -> None:
     points = gaussian(rng, 200, 5)
     e = minimum_volume_ellipsoid(points, tol=1e-10)
     inside = e.center + 0.9 * (points - e.center)
@@ -186,7 +186,7 @@ def test_row_order_does_not_matter(rng: Rng) -> None:
 
 @pytest.mark.parametrize("floor", [0.0, 1e-4, 1e-2])
 @pytest.mark.parametrize(("dim", "rank"), [(2, 1), (3, 2), (5, 3), (6, 1)])
-def test_flat_sets_are_floored_across_the_hull(rng: Rng, dim: int, rank: int, floor: float) -> None:
+def test_flat_sets_have_the_floor_as_thickness(rng: Rng, dim: int, rank: int, floor: float) -> None:
     basis = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
     inside = rng.normal(size=(60, rank))
     points = inside @ basis[:, :rank].T + 3.0
@@ -201,7 +201,7 @@ def test_flat_sets_are_floored_across_the_hull(rng: Rng, dim: int, rank: int, fl
     assert e.distance(e.center + 2 * thickness * normal) == pytest.approx(2.0, rel=1e-5)
 
 
-def test_a_constant_feature_and_a_dependent_one(rng: Rng) -> None:
+def test_a_constant_and_a_dependent_feature(rng: Rng) -> None:
     a = rng.normal(size=(80, 2)) * [1.0, 1e5]
     points = np.column_stack([a[:, 0], np.full(80, 7.0), a[:, 1], a[:, 0] + 1e-5 * a[:, 1]])
     e = minimum_volume_ellipsoid(points, floor=1e-3)
@@ -219,15 +219,15 @@ def test_fewer_points_than_dimensions(rng: Rng, count: int) -> None:
     assert e.semi_axes[count - 1 :] == pytest.approx(np.full(5 - count, 0.01), rel=1e-5)
 
 
-def test_identical_points_are_a_ball() -> None:
+def test_identical_points_give_a_ball() -> None:
     e = minimum_volume_ellipsoid(np.full((5, 3), 0.1), floor=0.5)
     assert e.semi_axes == pytest.approx([0.5] * 3)
     assert e.center == pytest.approx([0.1] * 3)
 
 
 @pytest.mark.parametrize("thin", [[0.02], [0.05, 0.01], [0.03, 0.0]])
-def test_a_floor_that_acts_is_optimal(rng: Rng, thin: list[float]) -> None:
-    """Thinner than the floor but not flat: the conditions of program (2) with A <= I / tau, and its duality gap."""
+def test_the_solution_with_an_active_floor_is_optimal(rng: Rng, thin: list[float]) -> None:
+    """For sets thinner than the floor: the optimality conditions of program (2) with A <= I / tau, and its gap."""
     tau, dim = 0.1, 2 + len(thin)
     rotation = np.linalg.qr(rng.normal(size=(dim, dim)))[0]
     points = (rng.normal(size=(80, dim)) * [1.0, 2.0, *thin]) @ rotation + 1.0
@@ -236,12 +236,12 @@ def test_a_floor_that_acts_is_optimal(rng: Rng, thin: list[float]) -> None:
     assert e.distance(points).max() <= 1.0
     assert e.semi_axes.min() == pytest.approx(tau, rel=1e-6)
     assert e.gap <= 1e-7
-    # With Q the shape matrix and S the weighted scatter, Q is S with its eigenvalues raised to tau^2, and nothing else.
+    # The shape matrix is the weighted scatter with its eigenvalues raised to at least tau^2, so the two commute.
     offsets = points[e.support] - e.center
     shape = np.linalg.inv(e.whitener.T @ e.whitener)
     mass = float(np.trace(np.linalg.solve(shape, (offsets * e.weights[:, None]).T @ offsets)))
     scatter = (offsets * e.weights[:, None]).T @ offsets / mass
-    # mass normalises sum(lambda h) = sum(lambda); the multipliers themselves solve omega = tr(P S).
+    # The mass normalises the multipliers: sum(lambda h) = sum(lambda), that is omega = tr(P S).
     values, vectors = np.linalg.eigh(shape)
     assert vectors.T @ shape @ vectors == pytest.approx(np.diag(values), abs=1e-9)
     assert e.weights @ offsets == pytest.approx(np.zeros(dim), abs=1e-5)
@@ -251,7 +251,7 @@ def test_a_floor_that_acts_is_optimal(rng: Rng, thin: list[float]) -> None:
     assert e.log_volume > plain.log_volume
 
 
-def test_a_floor_below_every_axis_does_not_act(rng: Rng) -> None:
+def test_a_floor_below_every_semi_axis_is_inactive(rng: Rng) -> None:
     points = gaussian(rng, 100, 3)
     plain, floored = minimum_volume_ellipsoid(points), minimum_volume_ellipsoid(points, floor=1e-6)
     assert floored.floor == 0.0
@@ -266,23 +266,23 @@ def test_a_floor_below_every_axis_does_not_act(rng: Rng) -> None:
         ([1.0, 2.0], r"shape \(points, features\)"),
     ],
 )
-def test_refuses_bad_points(points: Array, message: str) -> None:
+def test_invalid_points_are_refused(points: Array, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         minimum_volume_ellipsoid(points)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("tol", 0.0), ("tol", 2.0), ("floor", -1.0), ("floor", np.nan)])
-def test_refuses_bad_parameters(argument: str, value: float) -> None:
+def test_invalid_parameters_are_refused(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):
         minimum_volume_ellipsoid(np.eye(3), **{argument: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dim", [2, 3, 5])
-def test_a_ball_of_the_floor_is_least_where_it_covers(rng: Rng, dim: int) -> None:
-    """From just above the smallest enclosing ball on, the ellipsoid with that least semi-axis is a ball."""
+def test_a_floor_above_the_smallest_enclosing_radius_gives_a_ball(rng: Rng, dim: int) -> None:
+    """If a ball with the floor as radius covers the points, it is the minimum-volume ellipsoid."""
     for count in (dim + 2, 50):
         points = rng.normal(size=(count, dim))
-        # The smallest ball by many small steps to the farthest point.
+        # The smallest enclosing ball, by many small steps towards the farthest point.
         center = points.mean(axis=0)
         for step in range(20_000):
             center += (points[np.linalg.norm(points - center, axis=1).argmax()] - center) / (step + 2)
@@ -298,8 +298,8 @@ def test_a_ball_of_the_floor_is_least_where_it_covers(rng: Rng, dim: int) -> Non
         assert below.gap <= 1e-7
 
 
-def test_a_factorisation_that_fails_ends_the_path(rng: Rng) -> None:
-    """At its end weights and slacks span float64's range; what was reached before is the answer."""
+def test_a_failed_factorisation_returns_the_best_weights_so_far(rng: Rng) -> None:
+    """Near the end of the central path, weights and slacks span the range of float64 and a factorisation can fail."""
 
     class Failing(LogDeterminant):
         left = 6
@@ -320,7 +320,8 @@ def test_a_factorisation_that_fails_ends_the_path(rng: Rng) -> None:
     assert objective.gap(reached) < 0.1 * before
 
 
-def test_says_so_when_arithmetic_does_not_reach_the_gap(rng: Rng) -> None:
-    """Far from the origin the coordinates themselves are rounded to more than the gap asked for."""
-    with pytest.raises(RuntimeError, match=r"300 points x 4 dims: arithmetic ended at a gap of .*, above tol=1.0e-16"):
+def test_an_unreachable_gap_raises_an_error(rng: Rng) -> None:
+    """Far from the origin the rounding of the coordinates exceeds the wanted gap."""
+    message = r"300 points x 4 dims: rounding stopped the solver at a gap of .*, above tol=1.0e-16. Increase tol"
+    with pytest.raises(RuntimeError, match=message):
         minimum_volume_ellipsoid(1e5 + gaussian(rng, 300, 4), tol=1e-16)

@@ -1,4 +1,4 @@
-"""The nearest kept point of every class: against all differences, far from the origin, in pieces, as one operator."""
+"""Nearest reference point of every class: against brute force, far from the origin, in chunks, as one operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_brute_force(z: Tensor, points: Tensor, codes: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [(30, 20, 50), (500, 1, 2), (1, 1), (7,)])
-def test_all_differences_say_the_same(rng: Rng, sizes: tuple[int, ...]) -> None:
+def test_agrees_with_brute_force(rng: Rng, sizes: tuple[int, ...]) -> None:
     points, codes = draw(rng, *sizes)
     z, _ = draw(rng, 40)
     assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
@@ -37,7 +37,7 @@ def test_all_differences_say_the_same(rng: Rng, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("widths", [(1, 2), (9, 17), (1, 200)])
 def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int]) -> None:
-    """In groups of like size, and as if one by one; a row of NaN and one on a kept point among them."""
+    """The grouped search equals the search class by class, also for a row of NaN and a row on a reference point."""
     sizes = rng.integers(*widths, size=60).tolist()
     points, codes = draw(rng, *sizes)
     z, _ = draw(rng, 40)
@@ -54,14 +54,14 @@ def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.Monkey
     assert found[4, -1] == 0
     few = torch.arange(40) != 3
     assert torch.allclose(found[few], by_brute_force(z[few], points, codes), rtol=1e-12)
-    # Another number of classes comes with a state dict.
+    # A state dict can change the number of classes.
     monkeypatch.undo()
     other = Neighbours(points + 1.0, torch.zeros_like(codes))
     other.load_state_dict(together.state_dict())
     assert torch.equal(other(z).nan_to_num(-1.0), found.nan_to_num(-1.0))
 
 
-def test_a_kept_point_has_distance_zero_to_its_class(rng: Rng) -> None:
+def test_a_reference_point_has_distance_zero_to_its_class(rng: Rng) -> None:
     for dtype in (torch.float32, torch.float64):
         points, codes = draw(rng, 60, 40, dtype=dtype)
         found = Neighbours(points, codes)(points)
@@ -80,18 +80,18 @@ def test_ties_have_the_same_distance(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_far_from_the_origin_no_digits_are_lost(rng: Rng, offset: float) -> None:
-    """In float32, against float64 on the same numbers: the distance has its digits, the point found is the nearest."""
+def test_precision_far_from_the_origin(rng: Rng, offset: float) -> None:
+    """float32 against float64 on equal numbers: the distance is accurate and the point found is the nearest."""
     points, codes = draw(rng, 300, 100, dim=8)
     z, _ = draw(rng, 200, dim=8)
     points, z = (points + offset).float(), (z + offset).float()
     found, exact = Neighbours(points, codes)(z).double(), by_brute_force(z, points, codes)
-    # The product that finds the point errs by a few rounding errors of squares that are 100 at most.
+    # The matrix product that finds the point has a few rounding errors of squares of at most 100.
     assert (found.square() <= exact.square() + 1e-4).all()
     assert (found >= exact * (1 - 1e-6)).all()
 
 
-def test_pieces_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     points, codes = draw(rng, 30, 20)
     z, _ = draw(rng, 333)
     near = Neighbours(points, codes)
@@ -110,7 +110,7 @@ def test_without_points_there_are_no_columns() -> None:
     assert some(torch.zeros(0, 4)).shape == (0, 2)
 
 
-def test_a_row_of_nan_is_its_own_affair(rng: Rng) -> None:
+def test_a_row_of_nan_does_not_affect_other_rows(rng: Rng) -> None:
     points, codes = draw(rng, 30, 20)
     z, _ = draw(rng, 10)
     near = Neighbours(points, codes)
@@ -122,7 +122,7 @@ def test_a_row_of_nan_is_its_own_affair(rng: Rng) -> None:
     assert torch.allclose(found[rest], whole[rest], rtol=1e-12)
 
 
-def test_the_wider_dtype_and_no_gradient(rng: Rng) -> None:
+def test_the_result_has_the_wider_dtype_and_no_gradient(rng: Rng) -> None:
     points, codes = draw(rng, 30, 20, dtype=torch.float32)
     near = Neighbours(points, codes)
     z, _ = draw(rng, 10)
@@ -134,7 +134,7 @@ def test_the_wider_dtype_and_no_gradient(rng: Rng) -> None:
         assert torch.allclose(near(z.float()).double(), by_brute_force(z.detach(), points, codes), rtol=1e-4)
 
 
-def test_a_state_dict_brings_the_ends(rng: Rng) -> None:
+def test_loading_a_state_dict_updates_the_ends(rng: Rng) -> None:
     points, codes = draw(rng, 30, 20)
     near = Neighbours(points, codes)
     other = Neighbours(points + 1.0, torch.repeat_interleave(torch.arange(5), 10))
@@ -146,8 +146,8 @@ def test_a_state_dict_brings_the_ends(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["[30, 1, 19]", "[1, 2] * 20"])
-def test_compilers_see_one_node(sizes: str) -> None:
-    """In a process of its own: the shape checks of the tests are Python that the compiler cannot trace."""
+def test_compiled_and_exported_graphs_hold_one_operator(sizes: str) -> None:
+    """In a separate process: torch.compile cannot trace the shape checks of the tests."""
     script = textwrap.dedent(
         """
         import torch

@@ -1,4 +1,4 @@
-"""With a device the partition is the same: every ellipsoid to the last bit, every count, and distances to rounding."""
+"""``device=`` changes nothing: ellipsoids are bit-identical, counts equal, and distances equal to rounding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ TOLERANCE = 1e-7
 
 
 def classes_of(rng: np.random.Generator, classes: int, dim: int, size: int = 150) -> tuple[Array, Array]:
-    """Classes that overlap a little, away from the origin, the first larger than what a ledger keeps in full."""
+    """Slightly overlapping classes away from the origin; the first has more points than a ledger keeps in full."""
     y = np.concatenate([np.zeros(RESOLUTION + 50, dtype=np.int64), rng.integers(1, classes, size)])
     return rng.normal(size=(len(y), dim)) + 3.0 * rng.normal(size=(classes, dim))[y] + 10.0, y
 
 
 def assert_invariants(part: Partition, x: Array, y: Array, max_impure: int) -> None:
-    """Certified, covering, and with as few foreign points as asked for in what was taken first, when all remained."""
+    """Ellipsoids are certified, cover their class, and have the right counts.
+
+    In the first iteration, when no point has been removed, an ellipsoid holds at most ``max_impure`` other points.
+    """
     assert max(e.gap for e in part.ellipsoids) <= 10 * TOLERANCE
     inside = np.array([e.contains(x) & (y == e.label) for e in part.ellipsoids])
     assert inside.any(axis=0).all()
@@ -36,7 +39,7 @@ def assert_invariants(part: Partition, x: Array, y: Array, max_impure: int) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("classes", "dim"), [(2, 3), (3, 2), (4, 13)])
-def test_the_same_partition(rng: np.random.Generator, device: str, classes: int, dim: int) -> None:
+def test_the_partition_equals_that_of_numpy(rng: np.random.Generator, device: str, classes: int, dim: int) -> None:
     x, y = classes_of(rng, classes, dim)
     max_impure = int(rng.integers(5, 15))
     plain = partition(x, y, max_impure=max_impure)
@@ -59,19 +62,19 @@ def test_the_same_partition(rng: np.random.Generator, device: str, classes: int,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_pieces(rng: np.random.Generator, device: str) -> None:
+def test_pieces_of_training_points_equal_those_of_numpy(rng: np.random.Generator, device: str) -> None:
     x, y = classes_of(rng, 3, 2)
     part = partition(x, y, max_impure=10)
     np.testing.assert_array_equal(pieces_of(part, x, y, torch.device(device)), pieces_of(part, x, y))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_head(rng: np.random.Generator, device: str) -> None:
+def test_the_head_equals_that_of_numpy(rng: np.random.Generator, device: str) -> None:
     x, y = classes_of(rng, 3, 6)
     plain, found = (TrustHead.fit(x, y, dim=4, device=where) for where in (None, device))
     theirs = dict(found.named_buffers())
     for name, tensor in plain.named_buffers():
-        torch.testing.assert_close(theirs[name], tensor, msg=name)  # on the same device too
+        torch.testing.assert_close(theirs[name], tensor, msg=name)  # assert_close compares the devices too
     z = torch.from_numpy(x + rng.normal(size=x.shape)).float()
     assert torch.equal(found(z).label, plain(z).label)
     torch.testing.assert_close(found(z).trust, plain(z).trust)
@@ -85,7 +88,7 @@ def test_the_same_head(rng: np.random.Generator, device: str) -> None:
         ("meta", "device 'meta' cannot be used here in float64"),
     ],
 )
-def test_a_device_that_is_not_there(rng: np.random.Generator, device: str, expected: str) -> None:
+def test_an_unusable_device_is_an_error(rng: np.random.Generator, device: str, expected: str) -> None:
     x, y = classes_of(rng, 2, 2)
     with pytest.raises(ValueError, match=expected):
         partition(x, y, device=device)

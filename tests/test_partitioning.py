@@ -1,4 +1,4 @@
-"""What a partition promises: it covers, it does not depend on order, names or units, and it is the paper's."""
+"""``partition``: coverage, invariance to row order, class names and units, and the results of the paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = [(1, 2), (2, 3), (5, 2)]  # features, classes
 
 
 def labelled(rng: np.random.Generator, family: str, dim: int, classes: int, size: int = 60) -> tuple[Array, Array]:
-    """Overlapping classes of unequal size, and what real tables have: equal rows, flat features, odd units."""
+    """Overlapping classes of unequal size, with equal rows, constant or dependent features, or mixed units."""
     y = rng.choice(classes, size=size, p=rng.dirichlet(np.full(classes, 8.0)))
     y[: 3 * classes] = np.repeat(np.arange(classes), 3)
     x = rng.normal(size=(size, dim)) + rng.normal(scale=1.5, size=(classes, dim))[y]
@@ -48,7 +48,7 @@ def summary(part: Partition) -> list[tuple[Any, str, int, int]]:
 
 
 def bits(part: Partition, names: dict[Any, Any] | None = None) -> list[tuple[Any, ...]]:
-    """The ellipsoids to the last bit, as a sorted list; labels translated if names are given."""
+    """The bytes of all ellipsoids as a sorted list; ``names`` translates the labels."""
     return sorted(
         (
             e.label if names is None else names[e.label],
@@ -63,7 +63,7 @@ def bits(part: Partition, names: dict[Any, Any] | None = None) -> list[tuple[Any
 
 
 def assert_same_planes(mine: Partition, theirs: Partition, names: dict[Any, Any] | None = None) -> None:
-    """The hyperplanes to the last bit; one that leads to the first of two classes may be seen from the second."""
+    """The hyperplanes are bit-identical; with two classes they may belong to the other class, with reversed sign."""
     assert len(mine.hyperplanes) == len(theirs.hyperplanes)
     for h in mine.hyperplanes:
         label = names[h.label] if names is not None else h.label
@@ -110,7 +110,7 @@ def standardised(e: PartitionEllipsoid, unit: Array) -> Ellipsoid:
 
 @pytest.mark.parametrize(("dim", "classes"), SIZES)
 def test_the_support_lies_on_the_surface(rng: np.random.Generator, dim: int, classes: int) -> None:
-    """Where the floor does not act: an ellipsoid of the least thickness need not touch any point across it."""
+    """Where the floor does not act: an ellipsoid of the least thickness need not touch a point in that direction."""
     floor = 1e-4
     for _ in range(2):
         x, y = labelled(rng, "clouds", dim, classes)
@@ -125,12 +125,12 @@ def test_the_support_lies_on_the_surface(rng: np.random.Generator, dim: int, cla
 @pytest.mark.parametrize(("dim", "classes"), SIZES)
 def test_isolated_points_are_balls_of_the_floor(rng: np.random.Generator, dim: int, classes: int) -> None:
     x, y = labelled(rng, "repeated", dim, classes)
-    # One class so small that it has to stay isolated, far enough away to be alone.
+    # One class of a single point, which must stay isolated, far from all others.
     x, y = np.concatenate([x, 50.0 + rng.normal(size=(1, dim))]), np.append(y, classes)
     floor = 10.0 ** rng.uniform(-5, -2)
     part = partition(x, y, floor=floor)
     balls = [e for e in part.ellipsoids if e.kind is Kind.ISOLATED]
-    assert any(e.label == classes for e in balls) or dim == 1  # one point is enough for an interval
+    assert any(e.label == classes for e in balls) or dim == 1  # in one dimension a single point is covered
     for e in balls:
         here = np.flatnonzero((x[y == e.label] == x[e.support[0]]).all(axis=1))
         assert len(here) == e.covered
@@ -143,7 +143,7 @@ def test_isolated_points_are_balls_of_the_floor(rng: np.random.Generator, dim: i
 def test_hyperplanes_in_the_callers_coordinates(
     rng: np.random.Generator, dim: int, classes: int, standardize: bool
 ) -> None:
-    """Each class's ellipsoids of an iteration were made from points beyond its hyperplane."""
+    """The ellipsoids of an iteration are supported by points beyond the hyperplane of their class."""
     x, y = labelled(rng, "clouds", dim, classes)
     x = x * rng.uniform(0.1, 10.0, size=dim) + rng.normal(scale=10.0, size=dim)
     part = partition(x, y, standardize=standardize)
@@ -165,14 +165,14 @@ def test_hyperplanes_in_the_callers_coordinates(
 
 @pytest.mark.parametrize(("dim", "classes"), SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_order_of_rows_does_not_matter(rng: np.random.Generator, family: str, dim: int, classes: int) -> None:
+def test_row_order_does_not_change_the_result(rng: np.random.Generator, family: str, dim: int, classes: int) -> None:
     x, y = labelled(rng, family, dim, classes)
     order = rng.permutation(len(x))
     part, shuffled = partition(x, y), partition(x[order], y[order])
     assert [e.label for e in part.ellipsoids] == [e.label for e in shuffled.ellipsoids]
     for a, b in zip(part.ellipsoids, shuffled.ellipsoids, strict=True):
         np.testing.assert_array_equal(np.unique(x[a.support], axis=0), np.unique(x[order][b.support], axis=0))
-    # With the rows of the support taken out, everything is the same to the last bit.
+    # Apart from the row numbers of the support, the partitions are bit-identical.
     rowless = [
         replace(p, ellipsoids=tuple(replace(e, support=np.zeros(0, dtype=np.int64)) for e in p.ellipsoids))
         for p in (part, shuffled)
@@ -194,7 +194,7 @@ def test_renaming_classes_renames_the_result(rng: np.random.Generator, family: s
 
 
 def test_renaming_classes_of_equal_size(rng: np.random.Generator) -> None:
-    """Neither is the larger, and both may hold the very first point: the roles must still not follow the names."""
+    """With equal sizes and equal first rows, the order of the classes must still not depend on their names."""
     x = np.round(rng.normal(size=(80, 2)), 1)
     y = np.arange(80) % 2
     x[:2] = x.min(axis=0) - 1.0
@@ -217,13 +217,13 @@ def test_classes_gives_the_order(rng: np.random.Generator) -> None:
         )
 
 
-def test_processes_give_the_same(rng: np.random.Generator) -> None:
+def test_the_number_of_processes_does_not_change_the_result(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "clouds", 4, 3, size=150)
     assert partition(x, y, n_jobs=2) == partition(x, y, n_jobs=1)
 
 
 def test_equal_input_gives_equal_bytes(rng: np.random.Generator, tmp_path: Path) -> None:
-    """Also in another interpreter, with another hash seed and another number of threads."""
+    """Files are equal also from another interpreter with another hash seed and another number of threads."""
     x, y = labelled(rng, "clouds", 8, 3, size=300)
     np.savez(tmp_path / "data.npz", x=x, y=y)
     for name in ("first", "second"):
@@ -257,18 +257,18 @@ def test_equal_input_gives_equal_bytes(rng: np.random.Generator, tmp_path: Path)
     ],
     ids=["list", "float64", "columns first", "strided", "tensor", "tensor with gradient", "from a frame"],
 )
-def test_any_array_will_do(rng: np.random.Generator, dress: Callable[[Array], Any]) -> None:
+def test_every_kind_of_array_is_accepted(rng: np.random.Generator, dress: Callable[[Array], Any]) -> None:
     x, y = labelled(rng, "clouds", 3, 2)
     x = x.astype(np.float32)
     assert partition(dress(x), y.tolist()) == partition(x, y)
 
 
-def test_integers_will_do(rng: np.random.Generator) -> None:
+def test_integers_are_accepted(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "grid", 3, 2)
     assert partition(x.astype(np.int8), torch.from_numpy(y)) == partition(x, y)
 
 
-def test_the_names_of_a_frame_are_kept(rng: np.random.Generator) -> None:
+def test_column_names_of_a_data_frame_are_kept(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "clouds", 2, 2)
     frame = pd.DataFrame(x, columns=["length", "width"], index=rng.permutation(len(x)))
     part = partition(frame, pd.Series(y, index=frame.index))
@@ -276,7 +276,7 @@ def test_the_names_of_a_frame_are_kept(rng: np.random.Generator) -> None:
     assert replace(part, feature_names=None) == partition(x, y)
 
 
-def test_flags_among_the_columns_of_a_frame(rng: np.random.Generator) -> None:
+def test_boolean_columns_of_a_data_frame_are_accepted(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "clouds", 2, 2)
     flag = rng.integers(0, 2, size=len(x)).astype(bool)
     part = partition(pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "flag": flag}), y)
@@ -287,7 +287,7 @@ def test_flags_among_the_columns_of_a_frame(rng: np.random.Generator) -> None:
     "labels", [(0, 1), (-3, 7), ("no", "yes, really"), (False, True), (0.5, 2.5)], ids=lambda labels: str(labels[1])
 )
 @pytest.mark.parametrize("container", [np.array, list, pd.Series, lambda y: np.array(y, dtype=object)])
-def test_labels_come_back_as_they_were(
+def test_labels_keep_their_type_and_value(
     rng: np.random.Generator, labels: tuple[Any, Any], container: Callable[[list[Any]], Any]
 ) -> None:
     x, y = labelled(rng, "clouds", 2, 2, size=30)
@@ -298,7 +298,7 @@ def test_labels_come_back_as_they_were(
 
 
 @pytest.mark.parametrize(("dim", "classes"), SIZES)
-def test_units_do_not_matter(rng: np.random.Generator, dim: int, classes: int) -> None:
+def test_units_of_the_features_do_not_change_the_result(rng: np.random.Generator, dim: int, classes: int) -> None:
     x, y = labelled(rng, "clouds", dim, classes)
     factor = 10.0 ** rng.integers(-6, 7, size=dim)
     part, scaled = partition(x, y), partition(x * factor, y)
@@ -308,7 +308,7 @@ def test_units_do_not_matter(rng: np.random.Generator, dim: int, classes: int) -
     np.testing.assert_array_equal(scaled.cells, part.cells)
 
 
-def test_units_in_powers_of_two_change_no_bit(rng: np.random.Generator) -> None:
+def test_units_in_powers_of_two_give_identical_bits(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "clouds", 4, 3)
     factor = 2.0 ** rng.integers(-20, 20, size=4)
     for a, b in zip(partition(x, y).ellipsoids, partition(x * factor, y).ellipsoids, strict=True):
@@ -317,8 +317,8 @@ def test_units_in_powers_of_two_change_no_bit(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("offset", [1.0, 1e4, 1e8])
-def test_the_origin_does_not_matter(rng: np.random.Generator, offset: float) -> None:
-    """Up to the rounding of the moved points themselves, which for 1e8 is 1e-8."""
+def test_a_shift_of_the_points_does_not_change_the_result(rng: np.random.Generator, offset: float) -> None:
+    """Up to the rounding of the shifted points, which is 1e-8 for a shift of 1e8."""
     x, y = labelled(rng, "dependent", 3, 2)
     x = np.round(x, 3)
     moved = x + offset * rng.uniform(0.5, 1.0, size=3)
@@ -329,8 +329,8 @@ def test_the_origin_does_not_matter(rng: np.random.Generator, offset: float) -> 
 
 
 @pytest.mark.parametrize("value", [0.0, 7.0, 0.1, 1e6 + 0.1, -1 / 3])
-def test_the_value_of_a_constant_feature_does_not_matter(rng: np.random.Generator, value: float) -> None:
-    """Its standard deviation, rounded, need not be zero; it still has no scale of its own."""
+def test_the_value_of_a_constant_feature_does_not_change_the_result(rng: np.random.Generator, value: float) -> None:
+    """Rounding can make its standard deviation nonzero; it must still not be used as a scale."""
     x, y = labelled(rng, "clouds", 2, 2)
     flat, lifted = np.column_stack([x, np.zeros(len(x))]), np.column_stack([x, np.full(len(x), value)])
     at_zero, there = partition(flat, y), partition(lifted, y)
@@ -339,15 +339,17 @@ def test_the_value_of_a_constant_feature_does_not_matter(rng: np.random.Generato
     np.testing.assert_allclose(there.distances(z + shift), at_zero.distances(z), rtol=1e-5)
 
 
-def test_standardising_is_measuring_in_deviations(rng: np.random.Generator) -> None:
-    """Points in units of their own deviation give the same partition with and without."""
+def test_standardize_has_no_effect_on_standardised_points(rng: np.random.Generator) -> None:
+    """Points of unit standard deviation have equal partitions with and without ``standardize``."""
     x, y = labelled(rng, "clouds", 3, 3)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
     assert summary(partition(x, y, standardize=True)) == summary(partition(x, y, standardize=False))
 
 
 @pytest.mark.parametrize("standardize", [True, False])
-def test_balanced_classes_are_cut_between_their_centroids(rng: np.random.Generator, standardize: bool) -> None:
+def test_hyperplanes_of_equally_large_classes_pass_through_the_centroids(
+    rng: np.random.Generator, standardize: bool
+) -> None:
     x = rng.normal(size=(80, 3)) * [1.0, 10.0, 0.1] + [5.0, 0.0, 1.0]
     y = np.arange(80) % 2
     part = partition(x, y, standardize=standardize)
@@ -366,7 +368,7 @@ def test_xor() -> None:
 
 
 def test_the_first_iteration_on_wdbc() -> None:
-    """The paper's set: 264 of 357 benign and 95 of 212 malignant records fall to the first pair of ellipsoids."""
+    """As in the paper, the first pair of ellipsoids covers 264 of 357 benign and 95 of 212 malignant records."""
     data = load_breast_cancer()
     part = partition(data.data, data.target_names[data.target], standardize=False, max_impure=2)
     covered = {e.label: e.covered for e in part.ellipsoids if e.iteration == 1}
@@ -374,8 +376,8 @@ def test_the_first_iteration_on_wdbc() -> None:
     assert {e.kind for e in part.ellipsoids if e.iteration == 1} == {Kind.FIRST}
 
 
-def test_a_class_between_others_is_cut_up() -> None:
-    """Iris versicolor lies between the other two: hulls meet at once, and centroids have to separate them."""
+def test_a_class_between_others_has_several_ellipsoids() -> None:
+    """Iris versicolor lies between the other two classes: reduced hulls intersect, and centroids must separate them."""
     data = load_iris()
     part = partition(data.data, data.target_names[data.target])
     parts = {
@@ -398,7 +400,7 @@ def test_equal_points_with_different_labels(rng: np.random.Generator, classes: i
 
 
 def test_a_class_of_as_many_points_as_features_is_covered(rng: np.random.Generator) -> None:
-    """One point less and it stays isolated."""
+    """With one point less, its points are isolated."""
     x = rng.normal(size=(40, 4))
     for few, kind in ((4, Kind.TERMINAL), (3, Kind.ISOLATED)):
         part = partition(x, (np.arange(40) < few).astype(int))
@@ -420,17 +422,17 @@ SETS: dict[str, Callable[[], tuple[Array, Array]]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(s, marks=pytest.mark.slow if s == "wdbc" else ()) for s in SETS])
-def test_the_stated_programs_give_the_same_partition(name: str) -> None:
+def test_a_cvxpy_solver_gives_the_same_partition(name: str) -> None:
     x, y = SETS[name]()
-    native, stated = partition(x, y), partition(x, y, solver="CLARABEL")
-    assert summary(native) == summary(stated)
-    for a, b in zip(native.ellipsoids, stated.ellipsoids, strict=True):
+    native, by_cvxpy = partition(x, y), partition(x, y, solver="CLARABEL")
+    assert summary(native) == summary(by_cvxpy)
+    for a, b in zip(native.ellipsoids, by_cvxpy.ellipsoids, strict=True):
         assert a.log_volume == pytest.approx(b.log_volume, abs=1e-5)
         assert a.counts.tolist() == b.counts.tolist()
-    assert stated.made["solver"] == "CLARABEL"
+    assert by_cvxpy.made["solver"] == "CLARABEL"
 
 
-def test_it_says_how_it_was_made(rng: np.random.Generator) -> None:
+def test_parameters_and_versions_are_recorded(rng: np.random.Generator) -> None:
     x, y = labelled(rng, "clouds", 2, 2)
     part = partition(x, y, max_impure=1, floor=0.01, standardize=False)
     made = dict(part.made)
@@ -439,8 +441,8 @@ def test_it_says_how_it_was_made(rng: np.random.Generator) -> None:
     assert all(seconds >= 0 for seconds in part.seconds.values())
 
 
-def test_features_that_add_nothing_change_nothing(rng: np.random.Generator) -> None:
-    """A constant feature spans no dimension: no set becomes too small for it."""
+def test_a_constant_feature_does_not_change_the_ellipsoids(rng: np.random.Generator) -> None:
+    """A constant feature adds no dimension, so that no set becomes too small for an ellipsoid."""
     y = rng.integers(0, 2, 200)
     x = rng.normal(size=(200, 3)) + 1.5 * y[:, None]
     plain, wider = partition(x, y), partition(np.column_stack([x, np.full(200, 7.0)]), y)

@@ -1,4 +1,4 @@
-"""Pictures show what the partition holds: every ellipse, every isolated point, every hyperplane."""
+"""Plots and demo: every ellipse, isolated point and hyperplane of the partition is drawn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drawn(rng: np.random.Generator) -> tuple[Partition, Array, Array]:
 
 
 @pytest.mark.parametrize("points", [3, 200])
-def test_the_outline_is_the_surface(rng: np.random.Generator, points: int) -> None:
+def test_the_outline_lies_on_the_surface(rng: np.random.Generator, points: int) -> None:
     e = Ellipsoid(rng.normal(scale=5, size=2), rng.normal(size=(2, 2)) + 2 * np.eye(2))
     line = outline(e, points)
     assert line.shape == (points, 2)
@@ -52,7 +52,7 @@ def test_only_ellipses_have_an_outline() -> None:
 
 
 def lines(ax: Axes, points: int, style: str | None = None) -> list[Array]:
-    """The lines of so many points, in any or the given style: ellipses have 200, hyperplanes 2, rings 1."""
+    """Lines with this number of points, optionally of one style: ellipses have 200, hyperplanes 2, rings 1."""
     found = [np.asarray(line.get_xydata()) for line in ax.lines if style in (None, line.get_linestyle())]
     return [line for line in found if len(line) == points]
 
@@ -80,7 +80,7 @@ def test_every_point_is_drawn(drawn: tuple[Partition, Array, Array]) -> None:
     assert sorted(map(tuple, offsets)) == sorted(map(tuple, x))
 
 
-def test_hyperplanes_lie_halfway(rng: np.random.Generator) -> None:
+def test_hyperplanes_are_drawn_halfway(rng: np.random.Generator) -> None:
     y = np.arange(60) % 2
     x = rng.normal(size=(60, 2)) + y[:, None]
     part = partition(x, y)
@@ -89,12 +89,12 @@ def test_hyperplanes_lie_halfway(rng: np.random.Generator) -> None:
     for h in part.hyperplanes:
         middle = 0.5 * (h.alpha + h.beta)
         on_it = [np.allclose(segment @ h.w, middle, rtol=1e-6, atol=1e-9) for segment in segments]
-        # The cut between two halves of the points runs through the picture, which is larger than they are.
+        # The hyperplane separates points, so its line crosses the axes.
         assert any(on_it)
     assert lines(draw_partition(part, x, y, hyperplanes=False), 2) == []
 
 
-def test_it_draws_where_it_is_told(drawn: tuple[Partition, Array, Array], tmp_path: Path) -> None:
+def test_given_axes_are_used(drawn: tuple[Partition, Array, Array], tmp_path: Path) -> None:
     part, x, y = drawn
     figure, (left, right) = plt.subplots(1, 2)
     assert draw_partition(part, x, y, ax=right) is right
@@ -103,7 +103,7 @@ def test_it_draws_where_it_is_told(drawn: tuple[Partition, Array, Array], tmp_pa
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_axes_carry_the_names_of_the_features(rng: np.random.Generator) -> None:
+def test_axes_have_the_names_of_the_features(rng: np.random.Generator) -> None:
     import pandas as pd
 
     frame = pd.DataFrame(rng.normal(size=(30, 2)), columns=["length", "width"])
@@ -111,7 +111,7 @@ def test_axes_carry_the_names_of_the_features(rng: np.random.Generator) -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("length", "width")
 
 
-def test_the_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_writes_the_files_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
     demo.main(folder)
     printed = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_the_demo_writes_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixt
         assert plt.imread(picture).std() > 0.01, "the picture is empty"
 
 
-def test_every_ellipse_is_seen_whole(drawn: tuple[Partition, Array, Array]) -> None:
+def test_axes_contain_every_ellipse(drawn: tuple[Partition, Array, Array]) -> None:
     ax = draw_partition(*drawn)
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
     for line in lines(ax, 200):
@@ -136,7 +136,7 @@ def test_every_ellipse_is_seen_whole(drawn: tuple[Partition, Array, Array]) -> N
         assert low < line[:, 1].min() < line[:, 1].max() < high
 
 
-def test_numbers_of_hyperplanes_do_not_hide_each_other(rng: np.random.Generator) -> None:
+def test_numbers_of_hyperplanes_do_not_overlap(rng: np.random.Generator) -> None:
     x, y = rng.normal(size=(80, 2)), np.arange(80) % 2
     ax = draw_partition(partition(x, y, max_impure=10), x, y)
     size = np.array([np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())])
@@ -146,7 +146,7 @@ def test_numbers_of_hyperplanes_do_not_hide_each_other(rng: np.random.Generator)
     assert (apart > 0.02).all()
 
 
-def test_a_panel_needs_no_legend(drawn: tuple[Partition, Array, Array]) -> None:
+def test_the_legend_can_be_left_out(drawn: tuple[Partition, Array, Array]) -> None:
     part, x, y = drawn
     assert draw_partition(part, x, y, legend=False).get_legend() is None
     assert draw_partition(part, x, y).get_legend() is not None

@@ -1,4 +1,4 @@
-"""The cvxpy statements, checked by optimality conditions, closed forms and other statements of the same programs."""
+"""The cvxpy programs: optimality conditions, closed forms and agreement with the native solvers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sepc_torch.solvers.programs import (
 )
 from sepc_torch.solvers.reduced_hull import closest_points
 
-# Log-volumes agree to 1e-6 per dimension. Near the optimum a volume is flat, so shapes and weights are known to no more
-# than the square root of what is left where a solver does not get below its default tolerance.
+# Log-volumes agree to 1e-6 per dimension. The volume is flat near the optimum, so shapes and weights are only as
+# accurate as the square root of the error in the volume.
 VOLUME = 1e-6
 SHAPE = 1e-4
 
@@ -47,7 +47,7 @@ def random_ellipsoid(rng: np.random.Generator, dim: int, spread: float = 10.0) -
 
 
 def inside(rng: np.random.Generator, e: Ellipsoid, count: int) -> Array:
-    """Points uniform in an ellipsoid."""
+    """Points drawn uniformly from an ellipsoid."""
     u = rng.normal(size=(count, e.dim))
     u *= (rng.random(count) ** (1 / e.dim) / np.linalg.norm(u, axis=1))[:, None]
     return e.center + np.linalg.solve(e.whitener, u.T).T
@@ -60,7 +60,7 @@ def assert_same_ellipsoid(a: Ellipsoid, b: Ellipsoid) -> None:
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, *settings: dict[str, float]) -> None:
-    """Have every program solved with these settings, one after the other."""
+    """Make every program try these solver settings in order."""
     monkeypatch.setattr(solve, "_attempts", lambda _solver, _accuracy: list(settings))
 
 
@@ -83,8 +83,10 @@ class TestMinimumVolume:
 
     @pytest.mark.parametrize("dim", [2, 3, 6])
     @pytest.mark.parametrize("shape", ["simplex", "cube", "cross-polytope"])
-    def test_regular_bodies_have_their_circumscribed_ball(self, rng: np.random.Generator, shape: str, dim: int) -> None:
-        if shape == "simplex":  # the unit vectors of one dimension more, in their own hyperplane
+    def test_regular_polytopes_give_their_circumscribed_ball(
+        self, rng: np.random.Generator, shape: str, dim: int
+    ) -> None:
+        if shape == "simplex":  # the unit vectors of dim + 1 dimensions, in their hyperplane
             corners = np.eye(dim + 1) @ np.linalg.qr(np.column_stack([np.ones(dim + 1), np.eye(dim + 1)[:, :dim]]))[0]
             corners = corners[:, 1:]
         elif shape == "cube":
@@ -105,7 +107,9 @@ class TestMinimumVolume:
         assert_same_ellipsoid(minimum_volume_ellipsoid(z @ matrix.T + shift), image)
 
     @pytest.mark.parametrize("solver", CONE_SOLVERS)
-    def test_interior_points_and_copies_change_nothing(self, rng: np.random.Generator, solver: str) -> None:
+    def test_interior_points_and_copies_do_not_change_the_ellipsoid(
+        self, rng: np.random.Generator, solver: str
+    ) -> None:
         z = cloud(rng, 50, 3)
         mixed = rng.dirichlet(np.ones(50), size=500) @ z
         more = rng.permutation(np.concatenate([mixed, np.repeat(z, 40, axis=0)]))
@@ -138,13 +142,13 @@ class TestMinimumVolume:
         assert e.distance(z).max() <= 1.0 + 1e-12
         assert e.rank == native.rank
         assert e.floor == pytest.approx(native.floor, rel=SHAPE)
-        # Thickness where there is none is a share of the extent seen from the centre: as accurate as the centre is.
+        # The default thickness depends on the offsets from the centre, so it is only as accurate as the centre.
         across = (e.dim - e.rank) * np.log(e.floor / native.floor) if native.floor else 0.0
         assert e.log_volume - across == pytest.approx(native.log_volume, abs=VOLUME * e.dim)
         assert e.gap <= 1e-6
 
-    def test_the_bound_is_a_bound(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A solver stopped early still proves how far it can be from the optimum."""
+    def test_the_log_volume_bound_holds(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The bound also holds for a solver that stops early."""
         attempt(monkeypatch, {"eps_abs": 1e-6, "eps_rel": 1e-6})
         z = cloud(rng, 100, 4)
         best = minimum_volume(z, 1e-12, 0.0).log_volume
@@ -175,7 +179,7 @@ class TestMinimumVolume:
 
 
 def textbook(z: Array, floor: float) -> float:
-    """Log-volume of program (2) with a floor, as in a textbook: a symmetric matrix and its log-determinant."""
+    """Log-volume of program (2) with a floor in its textbook form: a symmetric matrix and its log-determinant."""
     dim = z.shape[1]
     a, b = cp.Variable((dim, dim), PSD=True), cp.Variable(dim)
     constraints = [cp.norm(a @ point + b) <= 1 for point in z]
@@ -189,7 +193,7 @@ class TestFloor:
     @pytest.mark.parametrize("solver", CONE_SOLVERS)
     @pytest.mark.parametrize("dim", [2, 3, 5])
     def test_thin_sets_match_the_textbook(self, rng: np.random.Generator, solver: str, dim: int) -> None:
-        """A floor between the shortest and the longest semi-axis of the ellipsoid without one."""
+        """The floor lies between the shortest and the longest semi-axis of the ellipsoid without a floor."""
         z = rng.normal(size=(12 * dim, dim)) * np.geomspace(1.0, 10 ** -rng.uniform(0.5, 3), dim) @ rotation(rng, dim)
         z += rng.normal(size=dim) - z.mean(axis=0)
         axes = minimum_volume_ellipsoid(z, solver=solver).semi_axes
@@ -202,7 +206,7 @@ class TestFloor:
         assert e.log_volume == pytest.approx(textbook(z, floor), abs=10 * VOLUME * dim)
         assert e.log_volume == pytest.approx(minimum_volume(z, 1e-9, floor).log_volume, abs=VOLUME * dim)
 
-    def test_a_floor_that_does_not_act_changes_nothing(self, rng: np.random.Generator) -> None:
+    def test_an_inactive_floor_does_not_change_the_ellipsoid(self, rng: np.random.Generator) -> None:
         z = cloud(rng, 60, 3)
         plain = minimum_volume_ellipsoid(z)
         floored = minimum_volume_ellipsoid(z, floor=0.9 * float(plain.semi_axes[-1]))
@@ -210,8 +214,8 @@ class TestFloor:
         assert floored.floor == 0.0
 
     @pytest.mark.parametrize("solver", CONE_SOLVERS)
-    def test_flat_sets_are_as_thick_as_the_floor(self, rng: np.random.Generator, solver: str) -> None:
-        """Across the hull the floor, inside it the ellipsoid of the hull: no jitter, no inflation."""
+    def test_flat_sets_have_the_floor_as_thickness(self, rng: np.random.Generator, solver: str) -> None:
+        """Across the hull the semi-axes equal the floor; within it they are those of the hull's own ellipsoid."""
         flat, basis, shift = cloud(rng, 50, 2), rotation(rng, 5)[:2], rng.normal(size=5)
         within = minimum_volume_ellipsoid(flat, solver=solver)
         floor = float(within.semi_axes[-1]) * 0.01
@@ -221,7 +225,7 @@ class TestFloor:
         assert (e.rank, e.floor) == (2, floor)
 
     def test_flat_and_thin(self, rng: np.random.Generator) -> None:
-        """The floor acts inside the hull and across it."""
+        """The floor is active within the hull and across it."""
         flat, basis = rng.normal(size=(50, 3)) * np.array([1.0, 0.3, 1e-4]), rotation(rng, 5)[:3]
         e = minimum_volume_ellipsoid(flat @ basis, floor=0.05)
         np.testing.assert_allclose(e.semi_axes[2:], 0.05, rtol=1e-6)
@@ -229,7 +233,7 @@ class TestFloor:
         assert e.log_volume == pytest.approx(textbook(flat, 0.05) + 2 * np.log(0.05), abs=50 * VOLUME)
 
     @pytest.mark.parametrize("solver", CONE_SOLVERS)
-    def test_a_floor_beyond_the_points_gives_a_ball(self, rng: np.random.Generator, solver: str) -> None:
+    def test_a_floor_larger_than_the_set_gives_a_ball(self, rng: np.random.Generator, solver: str) -> None:
         z = cloud(rng, 30, 3)
         floor = 2.0 * float(np.linalg.norm(z - z.mean(axis=0), axis=1).max())
         e = minimum_volume_ellipsoid(z, solver=solver, floor=floor)
@@ -238,10 +242,10 @@ class TestFloor:
         assert e.weights.sum() == pytest.approx(1.0)
 
 
-class TestNothingInaccuratePasses:
+class TestInaccurateResultsAreErrors:
     @pytest.mark.parametrize("rank", [1, 3])
-    def test_flat_sets_are_right_or_refused(self, rng: np.random.Generator, rank: int) -> None:
-        """Stated without the affine hull, SCS calls such sets optimal with points far outside."""
+    def test_flat_sets_are_solved_correctly_or_refused(self, rng: np.random.Generator, rank: int) -> None:
+        """Without the affine hull, SCS reports flat sets as optimal with points far outside."""
         z = rng.normal(size=(40, rank)) @ rng.normal(size=(rank, 5)) + rng.normal(size=5)
         try:
             e: MinimumVolumeEllipsoid | None = minimum_volume_ellipsoid(z, solver="SCS", floor=1e-4)
@@ -251,8 +255,8 @@ class TestNothingInaccuratePasses:
             assert e.distance(z).max() <= 1.0
             assert e.log_volume == pytest.approx(minimum_volume(z, 1e-9, 1e-4).log_volume, abs=5 * VOLUME)
 
-    def test_a_loose_answer_is_refused(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """SCS calls this optimal; the checks do not."""
+    def test_an_inaccurate_result_is_refused(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """SCS reports these results as optimal; the checks refuse them."""
         attempt(monkeypatch, {"eps_abs": 0.03, "eps_rel": 0.03})
         with pytest.raises(ProgramError, match=r"optimal, but"):
             minimum_volume_ellipsoid(cloud(rng, 60, 4), solver="SCS")
@@ -260,7 +264,9 @@ class TestNothingInaccuratePasses:
         with pytest.raises(ProgramError, match=r"optimal, but the optimality conditions fail"):
             reduced_hull_points(x, y, solver="SCS")
 
-    def test_a_solver_that_stops_early(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_solver_that_stops_early_raises_an_error(
+        self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         attempt(monkeypatch, {"max_iter": 2})
         with pytest.raises(ProgramError) as caught:
             minimum_volume_ellipsoid(cloud(rng, 30, 3))
@@ -278,7 +284,7 @@ class TestNothingInaccuratePasses:
             distance_to_ellipsoid(first, np.array([[3.0, 1.0]]))
 
     def test_inaccurate_is_not_optimal(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There cvxpy warns and goes on; here it is an error, and the next settings are tried before that."""
+        """The status is only a warning in cvxpy. Here it is an error, after all settings have been tried."""
         impossible = {"eps_abs": 1e-20, "eps_rel": 1e-20, "max_iters": 50}
         attempt(monkeypatch, impossible)
         z = cloud(rng, 30, 2)
@@ -287,12 +293,12 @@ class TestNothingInaccuratePasses:
         attempt(monkeypatch, impossible, {"eps_abs": 1e-9, "eps_rel": 1e-9})
         assert minimum_volume_ellipsoid(z, solver="SCS").gap <= 1e-6
 
-    def test_a_solver_without_the_cones(self, rng: np.random.Generator) -> None:
+    def test_a_solver_without_the_cones_raises_an_error(self, rng: np.random.Generator) -> None:
         with pytest.raises(ProgramError, match=r"OSQP ended with status: .* Use solver='CLARABEL'"):
             minimum_volume_ellipsoid(cloud(rng, 10, 2), solver="OSQP")
 
     @pytest.mark.parametrize("solver", ["GUROBY", "native", ""])
-    def test_unknown_solvers(self, rng: np.random.Generator, solver: str) -> None:
+    def test_unknown_solvers_are_refused(self, rng: np.random.Generator, solver: str) -> None:
         ball = Ellipsoid.ball(np.zeros(2), 1.0)
         z = rng.normal(size=(1, 2))
         calls: list[Callable[[], object]] = [
@@ -306,12 +312,12 @@ class TestNothingInaccuratePasses:
             with pytest.raises(ValueError, match=f"solver='{solver}' is not .* expected one of .*CLARABEL.*SCS"):
                 call()
 
-    def test_names_of_solvers_in_any_case(self, rng: np.random.Generator) -> None:
+    def test_solver_names_are_case_insensitive(self, rng: np.random.Generator) -> None:
         assert minimum_volume_ellipsoid(cloud(rng, 10, 2), solver="clarabel").gap <= 1e-6
 
 
 def overlapping(rng: np.random.Generator, dim: int) -> tuple[Ellipsoid, Ellipsoid]:
-    """Two ellipsoids of which neither holds the other's centre for sure, but which share some volume."""
+    """Two ellipsoids that share some volume; neither need contain the centre of the other."""
     first, second = random_ellipsoid(rng, dim), random_ellipsoid(rng, dim)
     common = inside(rng, first, 1)[0]
     return first, Ellipsoid(second.center + common - inside(rng, second, 1)[0], second.whitener)
@@ -329,8 +335,8 @@ class TestIntersection:
         assert e.log_volume <= min(first.log_volume, second.log_volume) + VOLUME * dim
 
     @pytest.mark.parametrize("dim", [2, 4])
-    def test_is_the_best_of_the_pencil(self, rng: np.random.Generator, dim: int) -> None:
-        """Among sum_j tau_j q_j(z) <= 0, found here by a search over the ratio of the two tau."""
+    def test_is_the_smallest_member_of_the_pencil(self, rng: np.random.Generator, dim: int) -> None:
+        """The reference is a search over the ratio of the two tau in sum_j tau_j q_j(z) <= 0."""
         first, second = overlapping(rng, dim)
 
         def log_volume(t: float) -> float:
@@ -347,7 +353,7 @@ class TestIntersection:
         assert intersection_ellipsoid(first, second).log_volume == pytest.approx(expected, abs=10 * VOLUME * dim)
 
     def test_two_balls_give_a_ball(self, rng: np.random.Generator) -> None:
-        """Of radius r at distance 2 h: the ball on their common sphere, of radius sqrt(r^2 - h^2)."""
+        """For two balls of radius r at distance 2 h, the result is a ball of radius sqrt(r^2 - h^2)."""
         radius, half = rng.uniform(1, 10), rng.uniform(0.1, 0.9)
         center, offset = rng.normal(size=3), rng.normal(size=3)
         offset *= half * radius / np.linalg.norm(offset)
@@ -355,16 +361,16 @@ class TestIntersection:
         np.testing.assert_allclose(e.semi_axes, radius * np.sqrt(1 - half**2), rtol=1e-5)
         np.testing.assert_allclose(e.center, center, atol=1e-4 * radius)
 
-    def test_of_nested_ellipsoids_the_inner_one(self, rng: np.random.Generator) -> None:
+    def test_nested_ellipsoids_give_the_inner_one(self, rng: np.random.Generator) -> None:
         inner = random_ellipsoid(rng, 3)
         outer = Ellipsoid(inner.center + 0.1 * inner.semi_axes[-1], inner.whitener / 3.0)
         assert_same_ellipsoid(intersection_ellipsoid(outer, inner), inner)
 
-    def test_disjoint_ellipsoids(self) -> None:
+    def test_disjoint_ellipsoids_are_refused(self) -> None:
         with pytest.raises(ValueError, match="disjoint"):
             intersection_ellipsoid(Ellipsoid.ball(np.zeros(2), 1.0), Ellipsoid.ball(np.array([3.0, 0.0]), 1.0))
 
-    def test_dimensions_must_agree(self) -> None:
+    def test_unequal_dimensions_are_refused(self) -> None:
         for program in (intersection_ellipsoid, ellipsoids_intersect):
             with pytest.raises(ValueError, match="2 and 3 dimensions"):
                 program(Ellipsoid.ball(np.zeros(2), 1.0), Ellipsoid.ball(np.zeros(3), 1.0))
@@ -384,7 +390,7 @@ class TestReducedHulls:
             assert weights.max() <= cap
             assert weights.sum() == pytest.approx(1.0, abs=1e-12)
             np.testing.assert_allclose(weights @ points, point, rtol=1e-9, atol=1e-9 * np.abs(points).max())
-        # Along w = c - d, no choice of weights in x goes lower, and none in y higher, than the one found.
+        # Along w = c - d, no feasible weights give a lower value in x, or a higher value in y, than the solution.
         w = r.c - r.d
         extent = max(np.abs(x - r.c).max(), np.abs(y - r.d).max())
         share = np.clip(1 - cap * np.arange(max(n, m)), 0, cap)
@@ -399,14 +405,14 @@ class TestReducedHulls:
         r, native = reduced_hull_points(x, y), closest_points(x, y, 1 / 70)
         np.testing.assert_allclose(r.c - r.d, native.c - native.d, atol=1e-7)
 
-    def test_the_smaller_set_is_its_centroid(self, rng: np.random.Generator) -> None:
+    def test_the_smaller_set_is_reduced_to_its_centroid(self, rng: np.random.Generator) -> None:
         x, y = rng.normal(size=(20, 2)), rng.normal(size=(50, 2)) + 2.0
         np.testing.assert_allclose(reduced_hull_points(x, y).c, x.mean(axis=0), atol=1e-6)
         balanced = reduced_hull_points(x, y[:20])
         np.testing.assert_allclose(balanced.d, y[:20].mean(axis=0), atol=1e-6)
 
-    def test_whole_hulls_of_known_distance(self, rng: np.random.Generator) -> None:
-        """Boxes with facing corners; caps above 1 mean the same as 1."""
+    def test_full_hulls_of_known_distance(self, rng: np.random.Generator) -> None:
+        """Two boxes with facing corners; a cap above 1 is equivalent to 1."""
         x = np.concatenate([rng.uniform(-1, 0, (30, 3)), np.zeros((1, 3))])
         gap = rng.uniform(0.5, 2.0, 3)
         y = np.concatenate([rng.uniform(0, 1, (20, 3)), np.zeros((1, 3))]) + gap
@@ -415,13 +421,13 @@ class TestReducedHulls:
             np.testing.assert_allclose(r.c, 0.0, atol=1e-6)
             np.testing.assert_allclose(r.d, gap, atol=1e-6)
 
-    def test_a_common_point(self, rng: np.random.Generator) -> None:
+    def test_hulls_with_a_common_point(self, rng: np.random.Generator) -> None:
         x = rng.normal(size=(60, 2))
         r = reduced_hull_points(x, x + 0.01, cap=0.5)
         np.testing.assert_allclose(r.c, r.d, atol=1e-4)
 
     @pytest.mark.parametrize("cap", [0.049, 0.0, -1.0, float("nan")])
-    def test_infeasible_caps(self, rng: np.random.Generator, cap: float) -> None:
+    def test_infeasible_caps_are_refused(self, rng: np.random.Generator, cap: float) -> None:
         with pytest.raises(ValueError, match=r"below 1/min\(N, M\) = 0.05: 20 weights"):
             reduced_hull_points(rng.normal(size=(30, 2)), rng.normal(size=(20, 2)), cap=cap)
 
@@ -429,10 +435,8 @@ class TestReducedHulls:
 class TestSeparationAndDistance:
     @pytest.mark.parametrize("solver", CONE_SOLVERS)
     @pytest.mark.parametrize("dim", [1, 2, 5])
-    def test_touching_ellipsoids_moved_apart_and_together(
-        self, rng: np.random.Generator, solver: str, dim: int
-    ) -> None:
-        """Scaling both about their centres by 1/rho makes two ellipsoids touch: a little more or less decides."""
+    def test_ellipsoids_just_before_and_after_touching(self, rng: np.random.Generator, solver: str, dim: int) -> None:
+        """The second ellipsoid is placed to touch the first, then moved slightly together or apart."""
         first, second = random_ellipsoid(rng, dim), random_ellipsoid(rng, dim)
         normal = rng.normal(size=dim)
         reaches = [np.linalg.solve(e.whitener.T, normal) for e in (first, second)]
@@ -464,6 +468,6 @@ class TestSeparationAndDistance:
         scale = float(e.semi_axes[0]) + expected
         assert (np.abs(distance_to_ellipsoid(e, z, solver=solver) - expected) <= 1e-7 * scale).all()
 
-    def test_inside_is_zero(self, rng: np.random.Generator) -> None:
+    def test_distance_is_zero_inside(self, rng: np.random.Generator) -> None:
         e = random_ellipsoid(rng, 3)
         assert (distance_to_ellipsoid(e, e.center + 0.99 * (inside(rng, e, 50) - e.center)) == 0).all()

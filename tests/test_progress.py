@@ -1,4 +1,4 @@
-"""The bar shows when someone is waiting at a terminal, or when asked for, and never otherwise."""
+"""The progress bar appears for long work on a terminal or on request, and never otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sepc_torch.data.progress import Bar, Choice
 
 
 class Screen(io.StringIO):
-    """Standard error as a terminal, or not."""
+    """A standard error stream that is a terminal or not."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Screen(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user's shell says about terminals must not decide these tests."""
+    """Remove environment variables that change how rich detects a terminal."""
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -42,31 +42,31 @@ def shown(monkeypatch: pytest.MonkeyPatch, choice: Choice, *, terminal: bool, pa
     return screen.getvalue()
 
 
-def test_a_waiting_user_sees_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_on_a_terminal_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "counting sheep" in shown(monkeypatch, "auto", terminal=True, patience=-1.0)
 
 
-def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, "auto", terminal=True, patience=60.0) == ""
 
 
-def test_logs_stay_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirected_output_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, "auto", terminal=False, patience=-1.0) == ""
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_it_shows_when_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_true_always_shows_the_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     text = shown(monkeypatch, True, terminal=terminal, patience=60.0)
     assert "counting sheep" in text
     assert "100%" in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_it_never_shows_when_not(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_false_never_shows_the_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     assert shown(monkeypatch, False, terminal=terminal, patience=-1.0) == ""
 
 
-def test_the_terminal_is_left_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_restores_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(True)
     monkeypatch.setattr(sys, "stderr", screen)
 
@@ -77,10 +77,10 @@ def test_the_terminal_is_left_as_it_was_after_an_error(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     hidden, visible = (screen.getvalue().rfind(code) for code in ("\x1b[?25l", "\x1b[?25h"))
-    assert 0 <= hidden < visible, "the cursor stays hidden"
+    assert 0 <= hidden < visible, "the cursor is still hidden"
 
 
-def test_a_partition_is_silent(
+def test_a_partition_prints_nothing_by_default(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_PATIENCE", -1.0)
@@ -90,7 +90,7 @@ def test_a_partition_is_silent(
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_every_point_is_counted_once(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, classes: int) -> None:
-    """The bar of a fit ends at its total."""
+    """The progress of a fit ends at its total."""
     totals, steps = [], []
 
     class Counting(Bar):

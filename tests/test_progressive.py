@@ -1,4 +1,4 @@
-"""The answers of an unfinished ellipsoid are those of the finished one, whatever shape the points have."""
+"""Lazily refined ellipsoids: every query gives the answer of the exact ellipsoid, for sets of any shape."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from sepc_torch.shapes import Array
 from sepc_torch.solvers import minimum_volume_ellipsoid
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
 
-# Thick enough that points off the hull of a flat set, but within its ellipsoid, are many and far off.
+# Large enough that the ellipsoid of a flat set contains many points at a distance from its hull.
 FLOOR = 0.1
 TOL = 1e-7
-SHAPES = ["full", "stretched", "constant", "dependent", "thin", "line", "place"]
+SHAPES = ["full", "stretched", "constant", "dependent", "thin", "line", "point"]
 DIMS = [2, 3, 6]
 
 
 def shaped(rng: np.random.Generator, shape: str, dim: int) -> Array:
-    """Points that span all dimensions, some of them, or (thin) one so little that the floor acts."""
+    """Points that span all dimensions or only some; "thin" is so flat in one direction that the floor is active."""
     points = rng.normal(size=(int(rng.integers(dim + 2, 60)), dim))
     match shape:
         case "stretched":
@@ -31,13 +31,13 @@ def shaped(rng: np.random.Generator, shape: str, dim: int) -> Array:
             points[:, -1] = points[:, 0] + 1e-4 * points[:, -1]
         case "line":
             points = np.outer(points[:, 0], rng.normal(size=dim))
-        case "place":
+        case "point":
             points = np.tile(points[0], (len(points), 1))
     return points
 
 
 def around(rng: np.random.Generator, e: Ellipsoid, count: int = 60) -> Array:
-    """Points in every direction at distances of 0.5 to 1.5 in the ellipsoid's own measure, so as thin as it is."""
+    """Points in every direction at Mahalanobis distances of 0.5 to 1.5 from the centre."""
     u = rng.normal(size=(count, e.dim))
     u *= rng.uniform(0.5, 1.5, size=(count, 1)) / np.linalg.norm(u, axis=1, keepdims=True)
     return e.center + np.linalg.solve(e.whitener, u.T).T
@@ -45,7 +45,7 @@ def around(rng: np.random.Generator, e: Ellipsoid, count: int = 60) -> Array:
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_counting_stops_early_with_the_right_answer(rng: np.random.Generator, shape: str, dim: int) -> None:
+def test_counting_gives_the_exact_answer(rng: np.random.Generator, shape: str, dim: int) -> None:
     points = shaped(rng, shape, dim)
     exact = minimum_volume_ellipsoid(points, floor=FLOOR, tol=TOL)
     others = around(rng, exact)
@@ -57,8 +57,8 @@ def test_counting_stops_early_with_the_right_answer(rng: np.random.Generator, sh
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_meeting_is_decided_early_with_the_right_answer(rng: np.random.Generator, shape: str, dim: int) -> None:
-    """A second set is moved away until the two just do not meet, found by bisection with the exact ellipsoids."""
+def test_intersection_gives_the_exact_answer(rng: np.random.Generator, shape: str, dim: int) -> None:
+    """The second set is moved near the distance at which the exact ellipsoids separate, found by bisection."""
     first, second = shaped(rng, shape, dim), shaped(rng, shape, dim)
     second += first.mean(axis=0) - second.mean(axis=0)
     across = first[0] - first.mean(axis=0)
@@ -72,12 +72,12 @@ def test_meeting_is_decided_early_with_the_right_answer(rng: np.random.Generator
     for factor, meet in ((0.0, True), (0.9, True), (0.999, True), (1.001, False), (1.1, False), (3.0, False)):
         moved = second + factor * low * across
         mine, theirs = (ProgressiveEllipsoid(points, TOL, FLOOR) for points in (first, moved))
-        assert mine.intersects(theirs) == meet, f"moved by {factor} of the distance at which they part"
+        assert mine.intersects(theirs) == meet, f"moved by {factor} of the distance at which they separate"
         assert theirs.intersects(mine) == meet
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_left_open_ends_in_the_exact_ellipsoid(rng: np.random.Generator, shape: str) -> None:
+def test_the_exact_ellipsoid_after_a_query(rng: np.random.Generator, shape: str) -> None:
     points = shaped(rng, shape, 3)
     begun, exact = ProgressiveEllipsoid(points, TOL, FLOOR), minimum_volume_ellipsoid(points, floor=FLOOR, tol=TOL)
     begun.holds_more_than(3, around(rng, exact))
@@ -87,8 +87,8 @@ def test_what_is_left_open_ends_in_the_exact_ellipsoid(rng: np.random.Generator,
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_subsets_of_subsets_answer_as_if_begun_anew(rng: np.random.Generator, shape: str, dim: int) -> None:
-    """Half spaces cut the set down until little is left, as the partition does; every answer is the exact one."""
+def test_nested_subsets_give_the_exact_answers(rng: np.random.Generator, shape: str, dim: int) -> None:
+    """Half-spaces repeatedly cut the set, as in the partition algorithm; every answer is the exact one."""
     points = np.concatenate([shaped(rng, shape, dim) for _ in range(5)]) if shape == "full" else shaped(rng, shape, dim)
     covering, direction = ProgressiveEllipsoid(points, TOL, FLOOR), rng.normal(size=dim)
     while len(points) > dim + 3:

@@ -1,4 +1,4 @@
-"""The closest points of reduced hulls as a layer: against the offline solver, finite differences, closed forms."""
+"""``RCHLayer`` against the offline solver, finite differences and closed forms."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sepc_torch import RCHLayer, reduced_hull_points
 
 Rng = np.random.Generator
 
-# Caps whose inverse is no whole number: at a vertex, where exactly 1 / cap points share the weight, there are kinks.
+# Caps whose inverse is not an integer: a vertex where exactly 1 / cap points share the weight is a kink.
 CASES = [(15, 12, 2, None), (15, 12, 2, 0.23), (30, 25, 4, 0.11), (20, 20, 3, 1.0), (25, 25, 3, None)]
 
 
 def pair(rng: Rng, first: int, second: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Two sets whose hulls lie apart."""
+    """Two sets with disjoint hulls."""
     x, y = rng.normal(size=(first, dim)), rng.normal(size=(second, dim))
     direction = rng.normal(size=dim)
     direction /= np.linalg.norm(direction)
@@ -51,7 +51,7 @@ def test_gradient_equals_finite_differences(rng: Rng, first: int, second: int, d
         return float(a @ (found.c - found.d))
 
     step, errors = 1e-5, []
-    for _ in range(5):  # a step may cross a kink; the gradient is right where the difference quotient is
+    for _ in range(5):  # a step may cross a kink, where the difference quotient is wrong
         x, y = pair(rng, first, second, dim)
         dx, dy = (torch.from_numpy(rng.normal(size=tuple(z.shape))) for z in (x, y))
         measured = (offline(x + step * dx, y + step * dy) - offline(x - step * dx, y - step * dy)) / (2 * step)
@@ -70,7 +70,7 @@ def test_distance_has_the_gradient_of_the_envelope_theorem(rng: Rng) -> None:
     torch.testing.assert_close(gy, -found.v.detach()[:, None] * normal, atol=1e-4, rtol=0)
 
 
-def test_a_batch_is_its_parts_and_offsets_do_not_matter(rng: Rng) -> None:
+def test_a_batch_equals_its_pairs_and_shifts_do_not_change_the_difference(rng: Rng) -> None:
     pairs = [pair(rng, 12, 10, 3) for _ in range(3)]
     x, y = (torch.stack(z) for z in zip(*pairs, strict=True))
     layer = RCHLayer(12, 10, 3, 0.27)
@@ -103,7 +103,7 @@ def test_a_batch_of_no_pairs(cap: float | None) -> None:
     found.distance().sum().backward()
 
 
-def test_says_nothing_of_third_parties_and_refuses_second_derivatives(rng: Rng) -> None:
+def test_raises_no_third_party_warning_and_refuses_second_derivatives(rng: Rng) -> None:
     x, y = pair(rng, 10, 8, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,11 +113,11 @@ def test_says_nothing_of_third_parties_and_refuses_second_derivatives(rng: Rng) 
         first.square().sum().backward()
 
 
-def test_hulls_that_meet_are_an_error(rng: Rng) -> None:
+def test_intersecting_hulls_are_an_error(rng: Rng) -> None:
     x = torch.from_numpy(rng.normal(size=(2, 30, 2)))
     y = torch.from_numpy(rng.normal(size=(2, 30, 2)))
     y[1] += 100.0
-    with pytest.raises(ValueError, match=r"pairs \[0\] of the batch meet.*smaller cap"):
+    with pytest.raises(ValueError, match=r"pairs \[0\] of the batch intersect.*smaller cap"):
         RCHLayer(30, 30, 2, 0.9)(x, y)
 
 

@@ -1,4 +1,4 @@
-"""A partition as a value: it prints, it compares, and it becomes a table."""
+"""The record ``Partition``: text, equality, immutability and the DataFrame of its ellipsoids."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_distances_are_those_of_the_ellipsoids(rng: np.random.Generator, part: P
 
 def test_equal_partitions_are_equal(part: Partition) -> None:
     assert part == replace(part)
-    assert part == replace(part, seconds={"separate": 1e9}), "time is not part of the value"
+    assert part == replace(part, seconds={"separate": 1e9}), "seconds take no part in equality"
     assert part != "a partition"
     with pytest.raises(TypeError, match="unhashable"):
         hash(part)
 
 
 def changed(part: Partition) -> dict[str, Partition]:
-    """The partition with one thing different at a time."""
+    """Copies of the partition, each with one field changed."""
     e, h, held = part.ellipsoids[0], part.hyperplanes[0], part.ledger
     ellipsoids = {
         "center": replace(e, center=np.nextafter(e.center, np.inf)),

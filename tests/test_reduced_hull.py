@@ -1,4 +1,4 @@
-"""Closest points of reduced convex hulls: KKT conditions, closed forms and symmetries."""
+"""Native solver of the closest points of reduced hulls: optimality conditions, closed forms and symmetries."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from sepc_torch import reduced_hull_points
-from sepc_torch.ellipsoid import ReducedHullPoints
 from sepc_torch.shapes import Array
-from sepc_torch.solvers.reduced_hull import closest_points
+from sepc_torch.solvers.reduced_hull import ReducedHullPoints, closest_points
 
 Rng = np.random.Generator
 
 
 def assert_optimal(found: ReducedHullPoints, x: Array, y: Array, cap: float) -> None:
-    """Feasible, and no vertex of either hull is nearer along w = c - d than c and d are."""
+    """The weights are feasible, and no vertex of either hull is closer along w = c - d than c and d."""
     for points, weights, place in ((x, found.u, found.c), (y, found.v, found.d)):
         assert weights.sum() == pytest.approx(1.0)
         assert weights.min() >= -1e-15
@@ -27,7 +26,7 @@ def assert_optimal(found: ReducedHullPoints, x: Array, y: Array, cap: float) -> 
 
 
 def _least(values: Array, cap: float) -> float:
-    """The minimum of the values over weights of sum 1, each at most the cap: greedy, one value at a time."""
+    """The least weighted mean of the values for weights of sum 1 up to the cap, by a greedy loop."""
     left, total = 1.0, 0.0
     for value in np.sort(values):
         take = min(cap, left)
@@ -49,8 +48,8 @@ def test_is_optimal(rng: Rng, n: int, m: int, dim: int, factor: float, shift: fl
 @pytest.mark.parametrize("dim", [6, 20])
 @pytest.mark.parametrize("n", [300, 9000])
 @pytest.mark.parametrize("shift", [0.3, 1.0])
-def test_is_optimal_in_the_band(rng: Rng, n: int, dim: int, shift: float) -> None:
-    """Sets so large that the band moves, cold and from a guess of the direction."""
+def test_is_optimal_with_a_moving_band(rng: Rng, n: int, dim: int, shift: float) -> None:
+    """Sets so large that the band moves, with and without a guess of the direction."""
     x, y = rng.normal(size=(n, dim)) + shift, rng.standard_t(4, size=(30_000, dim))
     cap = 1.0 / n
     found = reduced_hull_points(x, y)
@@ -60,14 +59,14 @@ def test_is_optimal_in_the_band(rng: Rng, n: int, dim: int, shift: float) -> Non
     assert np.linalg.norm(again.c - again.d) == pytest.approx(np.linalg.norm(found.c - found.d), abs=1e-6)
 
 
-def test_equal_sets_give_the_centroids(rng: Rng) -> None:
+def test_sets_of_equal_size_give_the_centroids(rng: Rng) -> None:
     x, y = rng.normal(size=(70, 5)), rng.normal(size=(70, 5)) + 1
     found = reduced_hull_points(x, y)
     assert found.c == pytest.approx(x.mean(axis=0))
     assert found.d == pytest.approx(y.mean(axis=0))
 
 
-def test_the_smaller_set_is_its_centroid(rng: Rng) -> None:
+def test_the_smaller_set_is_reduced_to_its_centroid(rng: Rng) -> None:
     x, y = rng.normal(size=(20, 3)), rng.normal(size=(70, 3)) + 2
     assert reduced_hull_points(x, y).c == pytest.approx(x.mean(axis=0))
 
@@ -79,15 +78,15 @@ def test_swapping_the_sets_swaps_the_points(rng: Rng) -> None:
     assert b.c == pytest.approx(a.d, abs=1e-6)
 
 
-def test_rigid_motions_carry_over(rng: Rng) -> None:
+def test_equivariance_under_similarity_transformations(rng: Rng) -> None:
     x, y = rng.normal(size=(50, 4)), rng.normal(size=(80, 4)) + 1
     q, t = np.linalg.qr(rng.normal(size=(4, 4)))[0], 100 * rng.normal(size=4)
     a, b = reduced_hull_points(x, y), reduced_hull_points(7 * x @ q + t, 7 * y @ q + t)
     assert b.c - b.d == pytest.approx(7 * (a.c - a.d) @ q, abs=1e-5)
 
 
-def test_whole_hulls(rng: Rng) -> None:
-    """cap=1: the distance of two boxes."""
+def test_full_hulls(rng: Rng) -> None:
+    """With cap=1 the result is the distance between two boxes."""
     corners = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     inside = rng.random((50, 2))
     found = reduced_hull_points(np.concatenate([corners, inside]), corners + np.array([3.0, 0.25]), cap=1.0)
@@ -100,12 +99,12 @@ def test_many_ties(rng: Rng, dim: int) -> None:
     x, y = rng.integers(0, 2, size=(400, dim)).astype(float), rng.integers(0, 3, size=(900, dim)).astype(float)
     found = reduced_hull_points(x, y)
     assert_optimal(found, x, y, 1 / 400)
-    # The difference is unique, and as good as arithmetic allows: in another order of the rows it is the same.
+    # The difference is unique, so another order of the rows gives the same difference up to rounding.
     again = reduced_hull_points(x[rng.permutation(400)], y[rng.permutation(900)])
     assert again.c - again.d == pytest.approx(found.c - found.d, abs=1e-11)
 
 
-def test_refuses_bad_input(rng: Rng) -> None:
+def test_invalid_input_is_refused(rng: Rng) -> None:
     x, y = rng.normal(size=(20, 3)), rng.normal(size=(30, 3))
     with pytest.raises(ValueError, match="cannot sum to 1"):
         reduced_hull_points(x, y, cap=0.01)

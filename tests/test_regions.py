@@ -1,4 +1,4 @@
-"""The analysis that the reproductions on tables share: regions, trust, repartition, comparison with others."""
+"""Shared analysis of the experiments on tabular data: regions, trust, repartition, comparison with other methods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clouds(rng: np.random.Generator) -> Data:
     return np.concatenate([rng.normal(size=(80, 2)), rng.normal(size=(60, 2)) + 1.5]), np.repeat([0, 1], [80, 60])
 
 
-def test_judgement_is_that_of_the_model(clouds: Data, rng: np.random.Generator) -> None:
+def test_judge_equals_the_model(clouds: Data, rng: np.random.Generator) -> None:
     x, y = clouds
     part = partition(x, y, max_impure=4)
     z, truth = rng.normal(size=(300, 2)) * 2.0, rng.integers(2, size=300)
@@ -34,7 +34,7 @@ def test_judgement_is_that_of_the_model(clouds: Data, rng: np.random.Generator) 
     assert [name.startswith("near") for name in judged.region] == judged.outside.tolist()
 
 
-def test_shared_points_are_those_in_all_the_ellipsoids(clouds: Data) -> None:
+def test_shared_counts_points_in_all_ellipsoids_of_a_region(clouds: Data) -> None:
     x, y = clouds
     part = partition(x, y, max_impure=4)
     judged = judge(part, x, y, ("a", "b"))
@@ -43,7 +43,7 @@ def test_shared_points_are_those_in_all_the_ellipsoids(clouds: Data) -> None:
     np.testing.assert_array_equal(judged.shared, expected)
 
 
-def test_regions_hold_every_point_once(clouds: Data) -> None:
+def test_regions_count_every_point_once(clouds: Data) -> None:
     x, y = clouds
     part = partition(x[::2], y[::2], max_impure=4)
     judged = judge(part, x[1::2], y[1::2], ("a", "b"))
@@ -63,12 +63,12 @@ def test_leaves_are_judged_by_their_training_points(clouds: Data) -> None:
     judged = judge_by_leaf(tree, x, y)
     for region in regions(judged):
         here = judged.region == region.name
-        # On its own training points a leaf is as often right as it says.
+        # On its own training points the accuracy of a leaf equals its trust.
         assert region.right / here.sum() == pytest.approx(region.trust)
         assert (judged.shared[here] == here.sum()).all()
 
 
-def test_summary_counts_what_it_accepts() -> None:
+def test_summary_of_accepted_predictions() -> None:
     judged = Judged(
         truth=np.array([0, 0, 1, 1]),
         label=np.array([0, 1, 1, 0]),
@@ -86,7 +86,7 @@ def test_summary_counts_what_it_accepts() -> None:
 
 
 def test_a_hidden_cluster_gets_its_own_ellipsoid(rng: np.random.Generator) -> None:
-    """A tight cluster of the second class inside the first, unseen at first, is a small disjunct."""
+    """A tight cluster of the second class inside the first class, hidden from the first fit, is a small disjunct."""
     ring = rng.normal(size=(200, 2)) * 3.0
     ring = ring[np.linalg.norm(ring - [1.0, 0.0], axis=1) > 0.8]
     cluster, far = rng.normal([1.0, 0.0], 0.1, size=(12, 2)), rng.normal([20.0, 0.0], 1.0, size=(60, 2))
@@ -101,7 +101,7 @@ def test_a_hidden_cluster_gets_its_own_ellipsoid(rng: np.random.Generator) -> No
     assert found["in_own_ellipsoid"] + found["isolated"] + found["among_others"] == 12
 
 
-def test_points_among_many_have_no_ellipsoid_of_their_own(clouds: Data) -> None:
+def test_points_of_large_ellipsoids_count_as_among_others(clouds: Data) -> None:
     x, y = clouds
     far = np.concatenate([x[y == 0], x[y == 1] + 50.0])  # separable: one ellipsoid a class
     found = homes(partition(far, y), far, y, np.array([3, 90]))
@@ -125,7 +125,7 @@ def test_mixtures_find_the_class_of_distant_clouds(rng: np.random.Generator) -> 
     np.testing.assert_allclose(model.predict_proba(x).sum(axis=1), 1.0)
 
 
-def test_the_error_of_a_difference_counts_the_shared_training_points(rng: np.random.Generator) -> None:
+def test_standard_error_is_corrected_for_shared_training_points(rng: np.random.Generator) -> None:
     ours, theirs = rng.normal(size=(2, 50))
     gap, error = peers.difference(ours, theirs)
     plain = np.std(ours - theirs, ddof=1) / np.sqrt(50)
@@ -133,7 +133,7 @@ def test_the_error_of_a_difference_counts_the_shared_training_points(rng: np.ran
     assert error == pytest.approx(plain * np.sqrt(1 + 50 / 9))
 
 
-def test_the_verdict_says_where_we_lose() -> None:
+def test_verdict_names_the_sets_where_sepc_is_worse() -> None:
     def row(gap: float) -> dict[str, object]:
         return {"sepc_minus_this": dict.fromkeys(peers.OURS, dict.fromkeys(peers.METRICS, (gap, 0.01)))}
 

@@ -1,4 +1,4 @@
-"""Rules and their ties: a Venn diagram worked out by hand, and a slow reference on random partitions."""
+"""Decision rules and ties: a Venn diagram computed by hand, and a slow reference on random partitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rng = np.random.Generator
 
 
 def frozen(balls: list[tuple[list[float], float, int]], points: list[tuple[list[float], int]], classes: int) -> SEPC:
-    """A model of given balls (centre, radius, class) and training points (place, class)."""
+    """A model of given balls (centre, radius, class) and training points (coordinates, class)."""
     z, codes = np.array([p for p, _ in points]), np.array([c for _, c in points])
     none = np.zeros(0, dtype=np.int64)
     plain = [
@@ -41,8 +41,8 @@ def frozen(balls: list[tuple[list[float], float, int]], points: list[tuple[list[
 
 # Three discs: A (class 0) around (0, 0), B (class 1) around (2, 0), C (class 2) around (1, 2), radius 1.5 each.
 #
-#   A and B share a lens around (1, 0), A and C one around (0.5, 1), B and C one around (1.5, 1), and all three (1,
-# 0.7).
+# A and B share a lens around (1, 0), A and C a lens around (0.5, 1), B and C a lens around (1.5, 1).
+# The point (1, 0.7) lies in all three.
 VENN = [([0.0, 0.0], 1.5, 0), ([2.0, 0.0], 1.5, 1), ([1.0, 2.0], 1.5, 2)]
 TRAIN = [
     *([([-1.0, 0.0], 0)] * 4),  # only in A
@@ -58,28 +58,30 @@ TRAIN = [
 @pytest.mark.parametrize(
     ("point", "rule", "label", "counts"),
     [
-        # A holds four of its own, the two and the one of the lens.
+        # A holds four points outside the other discs, and (2, 1) in its lens with B.
         ([-1.0, 0.5], Rule.SINGLE, 0, [6, 1, 0]),
-        # B holds its two, the lens with A (2, 1) and the lens with C (1, 1).
+        # B holds two points outside the other discs, (2, 1) in its lens with A and one each of classes 1 and 2 in its
+        # lens with C.
         ([3.2, 0.1], Rule.SINGLE, 1, [2, 4, 1]),
         # In A and B: their lens holds two of class 0 and one of class 1.
         ([1.0, -0.6], Rule.OVERLAP, 0, [2, 1, 0]),
-        # In B and C: one each is a tie, so the union of B and C decides: class 0: 2, class 1: 2 + 1 + 1, class 2: 2
-        # + 1.
+        # In B and C: one point each is a tie, so the union of B and C decides: class 0 has 2, class 1 has 2 + 1 + 1,
+        # class 2 has 2 + 1.
         ([1.6, 1.1], Rule.UNION, 1, [2, 4, 3]),
-        # In A and C: no training point in both, so their union decides: class 0: 6, class 1: 2, class 2: 3.
+        # In A and C: no training point lies in both, so the union decides: class 0 has 6, class 1 has 2, class 2 has 3.
         ([0.3, 1.0], Rule.UNION, 0, [6, 2, 3]),
-        # In all three: none in the intersection; all points are in the union: class 0: 6, class 1: 4, class 2: 3.
+        # In all three: no training point lies in the intersection, and the union holds all points: 6, 4 and 3.
         ([1.0, 0.7], Rule.UNION, 0, [6, 4, 3]),
-        # On the surface of A counts as inside.
+        # A point on the surface of A counts as inside.
         ([-1.5, 0.0], Rule.SINGLE, 0, [6, 1, 0]),
-        # Outside, nearest B at (4.25, 0): expanded by 1.5 to radius 2.25 it reaches x >= -0.25 and C's points at (1, 3)
-        # are sqrt(10) away: the same points as B holds.
+        # Outside, nearest to B: B expanded by 1.5 to radius 2.25 extends to x >= -0.25. C's points at (1, 3) are
+        # sqrt(10) away, so the expanded B holds the points of B and no other.
         ([4.25, 0.0], Rule.OUTSIDE, 1, [2, 4, 1]),
-        # Far to the left: A expanded to radius 3 reaches all but C's own two at distance sqrt(10); B's two are at 3.
+        # Far to the left: A expanded to radius 3 holds all points but the two at (1, 3), at distance sqrt(10); the two
+        # at (3, 0) are at distance 3.
         ([-3.0, 0.0], Rule.OUTSIDE, 0, [6, 4, 1]),
-        # Equally far from A and B, below them, at distance 2: the expansions hold (6, 2, 1) and (2, 4, 1).
-        # Least of both: (2, 2, 1), a tie; greatest of both: (6, 4, 1), class 0.
+        # Below A and B, at distance 2 from both: the expansions hold (6, 2, 1) and (2, 4, 1).
+        # The least counts (2, 2, 1) are a tie; the greatest counts (6, 4, 1) give class 0.
         ([1.0, -np.sqrt(8.0)], Rule.OUTSIDE, 0, [6, 4, 1]),
     ],
 )
@@ -93,18 +95,18 @@ def test_the_venn_diagram(point: list[float], rule: Rule, label: int, counts: li
     assert list(found.details["counts"].values()) == counts  # type: ignore[union-attr]
 
 
-def test_a_tie_in_the_union_goes_to_the_nearest() -> None:
+def test_a_tie_in_the_union_goes_to_the_nearest_class() -> None:
     balls = [([0.0, 0.0], 1.0, 0), ([1.0, 0.0], 1.0, 1)]
     train = [([-0.5, 0.0], 0), ([1.5, 0.0], 1)]
     sepc = frozen(balls, train, 2)
     out = sepc(torch.tensor([[0.4, 0.0], [0.6, 0.0]], dtype=torch.float64))
     assert out.rule.tolist() == [Rule.UNION, Rule.UNION]
     assert out.label.tolist() == [0, 1]
-    assert out.trust.tolist() == pytest.approx([4 / 5, 4 / 5])  # (1+1)(1+1) against 1·1
+    assert out.trust.tolist() == pytest.approx([4 / 5, 4 / 5])  # (1+1)(1+1) / ((1+1)(1+1) + 1·1)
 
 
-def test_a_tie_between_equal_distances_outside() -> None:
-    """Two discs equally near, each with its own class only: nothing is in both, and the larger class has the union."""
+def test_equal_distances_outside_are_decided_by_the_union() -> None:
+    """Two equally near discs hold one class each: the least counts are zero, so the larger class wins the union."""
     balls = [([-2.0, 0.0], 1.0, 0), ([2.0, 0.0], 1.0, 1)]
     train = [([-2.0, 0.5], 0), ([2.0, 0.5], 1), ([2.0, -0.5], 1)]
     out = frozen(balls, train, 2)(torch.tensor([[0.0, 0.0]], dtype=torch.float64))
@@ -118,13 +120,13 @@ class Reference(NamedTuple):
     counts: list[int]
 
 
-def reference(part: Partition, reach: Array, codes: Array, z: Array) -> Reference:
-    """The rules of the paper for one point, by sets and loops over the training points."""
+def reference(part: Partition, distances: Array, codes: Array, z: Array) -> Reference:
+    """The rules of the paper for one point, computed with sets and loops over the training points."""
     limit = 1 + SURFACE_TOLERANCE
     classes = range(len(part.classes))
     owner = part.codes
     d = [float(e.distance(z)[0]) for e in part.ellipsoids]
-    members = [{i for i in range(len(reach)) if reach[i, k] <= limit} for k in range(len(d))]
+    members = [{i for i in range(len(distances)) if distances[i, k] <= limit} for k in range(len(d))]
 
     def tally(rows: set[int]) -> list[int]:
         return [sum(1 for i in rows if codes[i] == c) for c in classes]
@@ -147,8 +149,10 @@ def reference(part: Partition, reach: Array, codes: Array, z: Array) -> Referenc
             label = min(tied, key=lambda c: min((d[k] for k in range(len(d)) if owner[k] == c), default=np.inf))
         return Reference(label, Rule.UNION, union)
     nearest = int(np.argmin(d))
-    assert sum(v <= d[nearest] * (1 + NEAREST_TIE) for v in d) == 1, "a random point is never equally near to two"
-    expanded = {i for i in range(len(reach)) if reach[i, nearest] <= d[nearest] * limit}
+    assert sum(v <= d[nearest] * (1 + NEAREST_TIE) for v in d) == 1, (
+        "a random point must not be equally near to two ellipsoids"
+    )
+    expanded = {i for i in range(len(distances)) if distances[i, nearest] <= d[nearest] * limit}
     return Reference(int(owner[nearest]), Rule.OUTSIDE, tally(expanded))
 
 
@@ -161,9 +165,9 @@ def test_agrees_with_the_reference(rng: Rng, classes: int, dim: int, max_impure:
     z = np.concatenate([2.0 * rng.normal(size=(60, dim)), x[:30]])
     out = sepc(torch.from_numpy(z))
     _, found = sepc._resolve(torch.from_numpy(z))
-    reach = part.distances(x)
+    distances = part.distances(x)
     for i in range(len(z)):
-        expected = reference(part, reach, codes, z[i])
+        expected = reference(part, distances, codes, z[i])
         assert Rule(int(out.rule[i])) is expected.rule
         assert int(out.label[i]) == expected.label
         assert found.counts[i].tolist() == expected.counts
@@ -177,8 +181,8 @@ def test_every_rule_occurs_in_an_overlapping_set(rng: Rng) -> None:
     assert set(rules.tolist()) == {0, 1, 2, 3}
 
 
-def test_thinned_reach_errs_by_no_more_than_it_says(rng: Rng) -> None:
-    """A class of more points than distances are kept: counts outside fall short by at most the stated error."""
+def test_thinned_distances_keep_counts_within_count_error(rng: Rng) -> None:
+    """If a class has more points than stored distances, counts outside are too small by at most ``count_error``."""
     codes = np.repeat([0, 1], [3000, 300])
     x = rng.normal(size=(3300, 2)) + 4.0 * codes[:, None]
     part = partition(x, codes, max_impure=20)
@@ -196,8 +200,8 @@ def test_thinned_reach_errs_by_no_more_than_it_says(rng: Rng) -> None:
         assert (short <= part.ledger.count_error).all()
 
 
-def test_lengths_that_overflow_are_long() -> None:
-    """Of an ellipsoid whose distance float32 cannot compute nothing is known but that it is far: never NaN."""
+def test_euclidean_distances_that_overflow_are_infinite() -> None:
+    """A distance that float32 cannot compute is large or infinite, never NaN."""
     centers, axes, lengths = torch.zeros(2, 2), torch.eye(2).expand(2, 2, 2), torch.tensor([[1e12, 1e12], [1e9, 1e9]])
     z = torch.tensor([[1e27, 0.0], [1e15, 0.0]])
     found = torch_ops.euclidean_distances(z, centers, axes, lengths, torch.tensor([True, True]))

@@ -1,4 +1,4 @@
-"""The frozen classifier: fields, labels, files, state dicts, compilation, explanations and bad input."""
+"""The frozen classifier: fields, given labels, files, state dicts, gradients, explanations and invalid input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_float32_and_float64_agree_on_the_training_points(model: tuple[SEPC, Par
     assert a.trust.numpy() == pytest.approx(b.trust.numpy(), rel=1e-6)
 
 
-def test_given_labels_are_judged_in_the_same_place(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_given_labels_are_evaluated_in_the_same_region(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, _ = model
     own = sepc(x)
     for label in range(3):
@@ -75,7 +75,7 @@ def test_given_labels_are_judged_in_the_same_place(model: tuple[SEPC, Partition,
         assert torch.equal(out.trust, bayes_trust(found.counts, sepc.totals, out.label, torch.float32))
 
 
-def test_predict_gives_the_users_labels(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_predict_returns_labels_by_name(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, names = model
     for points in (x, x.numpy(), x.tolist()):
         found = sepc.predict(points)
@@ -116,11 +116,11 @@ def test_save_and_load(model: tuple[SEPC, Partition, Tensor, Array], tmp_path: P
         SEPC.load(tmp_path / "model.safetensors", device="gpu")
 
 
-def test_no_training_point_inside(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_buffers_hold_no_training_point(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, part, x, _ = model
     isolated = torch.tensor([e.kind == "isolated" for e in part.ellipsoids])
     stored = [sepc.bank.centers[~isolated], sepc.bank.whiteners[~isolated].flatten(0, 1)]
-    for rows in stored:  # an isolated point is its own ball, by definition; nothing else repeats a row
+    for rows in stored:  # isolated points are left out: each is the centre of its own ball by definition
         assert float(torch.cdist(x, rows).min()) > 1e-6
 
 
@@ -142,7 +142,7 @@ def test_state_dict_of_another_size(
     assert same(holder["trust"](x), sepc(x))
 
 
-def test_copies(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_copied_and_converted_models_predict_alike(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, _ = model
     assert same(copy.deepcopy(sepc)(x), sepc(x))
     assert same(pickle.loads(pickle.dumps(sepc))(x), sepc(x))
@@ -167,10 +167,6 @@ def test_euclidean_nearest_is_the_nearest_surface(rng: Rng) -> None:
     z = 6 * rng.normal(size=(50, 3))
     out = sepc(torch.from_numpy(z))
     for i in np.flatnonzero((out.rule == int(Rule.OUTSIDE)).numpy()):
-        scaled = [
-            type(e).ball(e.center, 1.0) for e in part.ellipsoids
-        ]  # same centres; distances below in units of scale
-        assert len(scaled) == len(part.ellipsoids)
         gaps = [
             e.affine_image(np.diag(1 / part.scale), np.zeros(3)).euclidean_distance(z[i] / part.scale)[0]
             for e in part.ellipsoids
@@ -178,8 +174,8 @@ def test_euclidean_nearest_is_the_nearest_surface(rng: Rng) -> None:
         assert gaps[int(out.nearest[i])] == pytest.approx(min(gaps), rel=1e-9)
 
 
-def test_wdbc_accuracies_of_the_design() -> None:
-    """Ten folds on the standardised features: 92.1 % with Mahalanobis, 96.0 % with Euclidean nearest."""
+def test_wdbc_accuracies() -> None:
+    """Ten-fold accuracies of experiments/nearest.py: 92.1 % with Mahalanobis, 96.0 % with Euclidean nearest."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.model_selection import StratifiedKFold
 
@@ -221,7 +217,7 @@ def test_explain(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     assert str(sepc.explain(z, -1)) == str(found[-1])
 
 
-def test_feature_names_reach_the_explanation(rng: Rng) -> None:
+def test_explanation_uses_feature_names(rng: Rng) -> None:
     import pandas as pd
 
     x, y = blobs(rng, classes=2)
@@ -269,7 +265,7 @@ def test_refuses_bad_input(model: tuple[SEPC, Partition, Tensor, Array]) -> None
 
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
 def test_float32_covers_the_training_points_far_from_zero(rng: Rng, offset: float) -> None:
-    """The default model, on float64 points: the ellipsoids are rounded, the place they are in is not."""
+    """The default model rounds the ellipsoids to float32, but not their position: the origin is subtracted first."""
     x, y = blobs(rng, classes=2)
     x += offset
     part = partition(x, y)
@@ -280,7 +276,7 @@ def test_float32_covers_the_training_points_far_from_zero(rng: Rng, offset: floa
     assert torch.equal(found.label, exact.label)
 
 
-def test_refuses_labels_that_are_no_indices(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_refuses_labels_that_are_not_class_indices(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, _ = model
     for wrong in (torch.full((len(x),), 3), torch.full((len(x),), -1)):
         with pytest.raises(
@@ -293,17 +289,17 @@ def test_refuses_labels_that_are_no_indices(model: tuple[SEPC, Partition, Tensor
     assert same(as_int32, sepc(x, torch.zeros(len(x), dtype=torch.int64)))
 
 
-def test_flagged_rows_are_neither_explained_nor_likely(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_flagged_rows_have_no_explanation_and_nan_posterior(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     _, part, _, _ = model
     huge = torch.full((1, 3), torch.inf)
     flagged = SEPC.from_partition(part, nan_policy="flag")
     assert flagged(huge).label.tolist() == [-1]
     assert flagged.posterior(huge).isnan().all()
-    with pytest.raises(ValueError, match="nothing to explain"):
+    with pytest.raises(ValueError, match=r"Row 0 holds NaN, infinity.*no prediction to explain"):
         flagged.explain(huge)
 
 
-def test_frames_are_read_by_name(rng: Rng) -> None:
+def test_data_frame_columns_are_selected_by_name(rng: Rng) -> None:
     import pandas as pd
 
     x, y = blobs(rng, classes=2)
@@ -314,7 +310,9 @@ def test_frames_are_read_by_name(rng: Rng) -> None:
         sepc.predict(frame[["a", "c"]])
 
 
-def test_an_incomplete_state_dict_leaves_a_whole_model(rng: Rng, model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_an_incomplete_state_dict_leaves_the_model_usable(
+    rng: Rng, model: tuple[SEPC, Partition, Tensor, Array]
+) -> None:
     sepc, _, x, _ = model
     before = sepc(x)
     more, labels = blobs(rng, classes=4, count=400)
@@ -322,11 +320,11 @@ def test_an_incomplete_state_dict_leaves_a_whole_model(rng: Rng, model: tuple[SE
     del state["bank.offsets"]
     with pytest.raises(RuntimeError, match=r"bank\.offsets"):
         sepc.load_state_dict(state)
-    assert sepc(x).label.shape == before.label.shape, "buffers of two models must not mix"
+    assert sepc(x).label.shape == before.label.shape, "an incomplete state dict must not mix the buffers of two models"
     assert len(sepc.bank) == len(sepc.codes)
 
 
-def test_abstain_needs_a_probability(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
+def test_abstain_refuses_a_threshold_above_1(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, _ = model
     with pytest.raises(ValueError, match="between 0 and 1"):
         sepc(x).abstain(threshold=95.0)

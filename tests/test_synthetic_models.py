@@ -1,4 +1,4 @@
-"""The synthetic models of the benchmark: counted as a partition counts, with points in none, one and several."""
+"""Synthetic models of the benchmark: counts as in a partition, and points in no, one and several ellipsoids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sepc_torch.ellipsoid import Ellipsoid
 from sepc_torch.partitioning.cells import ledger
 
 
-# Fewer points than the ledger keeps of a class, and more.
+# Fewer and more points than the ledger keeps of a class.
 @pytest.mark.parametrize("points", [100, 3000])
 def test_counts_are_those_of_the_ledger(rng: np.random.Generator, points: int) -> None:
     model = synthetic(7, 3, int(rng.integers(2**31)), "cpu", points=200)

@@ -1,1 +1,1 @@
-"""Checked arrays in, files and text out, progress bars."""
+"""Input validation, files on disk, text tables and progress bars."""

@@ -1,4 +1,4 @@
-"""Records on disk: a safetensors file with JSON metadata, written whole or not at all. No pickle."""
+"""Atomic reading and writing of records as safetensors files with JSON metadata, without pickle."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ import numpy as np
 
 from sepc_torch.shapes import Array
 
-# Raised when the meaning of a file changes; older readers then refuse it instead of misreading it.
+# Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
 FORMAT = 2
-# Arrays that format 1 knew by another name.
-_RENAMED = {"reach": "sorted_distances", "ranks": "counts_at"}
+# Names of arrays and modules in format 1, and their names today.
+_RENAMED = {
+    "reach": "sorted_distances",
+    "ranks": "counts_at",
+    "witnesses": "reference_points",
+    "held_strangeness": "held_nonconformity",
+    "class_strangeness": "class_nonconformity",
+}
+# The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
+# The method that reads each kind of file, for error messages.
 _READERS = {
     "partition": "Partition.load",
     "sepc": "SEPC.load",
@@ -28,10 +36,10 @@ _READERS = {
 
 
 def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
-    """Write arrays and metadata so that a reader sees the old file or the new one, never half of it.
+    """Write arrays and metadata atomically: a reader sees the old file or the new file, never a part.
 
-    Equal contents give equal bytes: the metadata are one string, since safetensors keeps the order of several at
-    random.
+    Equal contents give equal bytes. The metadata are a single JSON string, because safetensors writes several metadata
+    entries in random order.
     """
     from safetensors.numpy import save
 
@@ -43,9 +51,14 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file in the same folder that takes the place of ``path`` once it is complete, or vanishes."""
+    """Context manager that yields a temporary file, then moves it to ``path``; an error deletes it instead.
+
+    The temporary file lies in the folder of ``path``, so that the move is atomic.
+    """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {str(path.parent)!r} to write {path.name!r} into.")
+        raise FileNotFoundError(
+            f"There is no folder {str(path.parent)!r} to write {path.name!r} into. Create it first."
+        )
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     temporary = Path(name)
     try:
@@ -53,7 +66,7 @@ def replacing(path: Path) -> Iterator[Path]:
         os.fsync(handle)
         mask = os.umask(0)
         os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes it private
+        temporary.chmod(0o666 & ~mask)  # mkstemp makes the file private
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -63,7 +76,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays and metadata of a file of the given kind, or a clear error."""
+    """Read the arrays and metadata of a file of the given kind.
+
+    Raises FileNotFoundError, or ValueError if the file is damaged, not ours, of a newer format or of another kind.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
@@ -94,10 +110,9 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
 
 
 def current_name(name: str) -> str:
-    """The name of an array today, for a name in a file or a state dict of an earlier version.
+    """Current name of an array, given its name in a file or state dict of this or an earlier version.
 
     >>> current_name("sepc.reach"), current_name("sepc.cells")
     ('sepc.sorted_distances', 'sepc.cells')
     """
-    owner, dot, last = name.rpartition(".")
-    return f"{owner}{dot}{_RENAMED.get(last, last)}"
+    return ".".join(_RENAMED.get(part, part) for part in name.split("."))

@@ -1,4 +1,4 @@
-"""A progress bar that appears only when someone is waiting for it."""
+"""Progress bar on a terminal, shown only for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Work that takes less than this, in seconds, shows no bar.
+# With "auto", work shorter than this many seconds shows no bar.
 _PATIENCE = 1.0
 
 Choice = Literal["auto"] | bool
 
 
 class Bar:
-    """A bar over ``total`` units; ``"auto"`` shows it on a terminal once the work has taken a second.
+    """Progress bar over ``total`` units of work, as a context manager.
 
-    Notebooks and redirected output get nothing by default: a bar would fill their logs. ``True`` shows it from the
-    start wherever the output goes, ``False`` never.
+    ``choice="auto"`` shows the bar on a terminal once the work has taken a second. It shows no bar in notebooks and
+    redirected output, where a bar would fill the logs. ``True`` shows the bar from the start, wherever the output goes.
+    ``False`` never shows it.
     """
 
     def __init__(self, description: str, total: int, choice: Choice) -> None:
@@ -42,7 +43,7 @@ class Bar:
             self._bar.stop()
 
     def advance(self, units: int) -> None:
-        """Note that so many more units are done."""
+        """Add ``units`` to the work done."""
         self._done += units
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)

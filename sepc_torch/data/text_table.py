@@ -1,4 +1,4 @@
-"""Plain text tables, for records that print themselves."""
+"""Plain text tables, for the ``str`` of records and the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell; numbers to the right, text to the left.
+    """Format rows as a table: numeric columns are right-aligned, text columns left-aligned.
 
     >>> print(text_table(["class", "points"], [["benign", 357], ["malignant", 212]]))
     class      points

@@ -1,4 +1,4 @@
-r"""From evidence for a label to the probability that it is right."""
+r"""Logistic model of the probability that a label is right, given the evidence for the label."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.nn.functional import logsigmoid
 
 from sepc_torch.shapes import Array, Bool, Float
 
-# The weights that evidence has before any calibration, and how far data are expected to move them: as wide as the
-# weights themselves. With the asinh of log odds and the log ratio of neighbours they rank well as they are.
+# Weights of the evidence before any calibration. They also are the mean of the Gaussian prior of a fit. With asinh of
+# log odds and log ratios of neighbour distances as inputs, these weights rank well without a fit.
 PRIOR = {"softmax": 0.5, "regions": 0.5, "neighbours": 1.0}
+# Standard deviation of the prior: that of a weight is as large as the largest weight, that of the bias is wide.
 _PRIOR_WIDTH = 1.0
 _BIAS_WIDTH = 10.0
-_NEWTON_STEPS = 50
 
 
 class Confidence(nn.Module):
-    r"""The probability that a label is right, with the evidence x for it.
+    r"""Probability that a label is right, given the evidence x for the label.
 
-    The logistic :math:`q = \sigma(w \cdot x + b)` with weights :math:`w \ge 0` ranks; more evidence never lowers it.
-    Its shape need not be right far from one half, so it is bent to :math:`\sigma(u \log q - v \log(1 - q) + t)` (beta
-    calibration, Kull et al. 2017), which keeps the order.
+    The logistic score :math:`q = \sigma(w \cdot x + b)` ranks. Its weights are non-negative, :math:`w \ge 0`, so more
+    evidence never lowers the confidence. A logistic can fit badly far from one half. Beta calibration (Kull et al.
+    2017) therefore maps q to :math:`\sigma(u \log q - v \log(1 - q) + t)`, which keeps the order.
 
     >>> model = Confidence(["regions", "neighbours"])
     >>> model(torch.tensor([[0.0, 0.0], [2.0, 1.0]]))
@@ -42,7 +42,7 @@ class Confidence(nn.Module):
         self.register_buffer("shift", torch.zeros(()))
 
     def forward(self, support: Float[Tensor, "B F"]) -> Float[Tensor, "B"]:
-        """The confidence of every row."""
+        """Return the confidence of every row."""
         weights, bias, bend, shift = (
             tensor.to(support.dtype) for tensor in (self.weights, self.bias, self.bend, self.shift)
         )
@@ -50,7 +50,10 @@ class Confidence(nn.Module):
         return torch.sigmoid(bend[0] * logsigmoid(score) - bend[1] * logsigmoid(-score) + shift)
 
     def fit(self, support: Float[Array, "M F"], right: Bool[Array, "M"], *, bend: bool = True) -> None:
-        """Learn from labels that are known to be right or wrong; few of them leave the prior almost as it is."""
+        """Fit the weights, and with ``bend`` the beta calibration, to labels known to be right or wrong.
+
+        With few labels the weights stay near the prior.
+        """
         weights, bias = fit_logistic(support, right, self.weights.cpu().double().numpy())
         self.weights.copy_(torch.from_numpy(weights))
         self.bias.fill_(bias)
@@ -65,54 +68,37 @@ class Confidence(nn.Module):
 def fit_logistic(
     x: Float[Array, "M F"], right: Bool[Array, "M"], prior: Float[Array, "F"]
 ) -> tuple[Float[Array, "F"], float]:
-    r"""Weights :math:`w \ge 0` and bias b of the likeliest logistic model, near the prior where data say little.
+    r"""Fit weights :math:`w \ge 0` and a bias b by maximum a posteriori logistic regression, with L-BFGS-B.
 
-    Minimises the cross-entropy plus :math:`\tfrac12 \|w - w_0\|^2` and a weak pull of b to zero. As targets for right
-    and wrong serve Platt's :math:`\frac{n_+ + 1}{n_+ + 2}` and :math:`\frac{1}{n_- + 2}`: a hundred labels without a
-    mistake do not prove that there are none.
+    Minimises the cross-entropy plus :math:`\tfrac12 \|w - w_0\|^2 + \tfrac12 (b / 10)^2` for the prior mean
+    :math:`w_0`. The targets are Platt's: :math:`\frac{n_+ + 1}{n_+ + 2}` for right labels and
+    :math:`\frac{1}{n_- + 2}` for wrong ones. A hundred labels without a mistake do not prove an error rate of zero.
 
     >>> w, b = fit_logistic(np.array([[-1.0], [1.0]] * 50), np.array([False, True] * 50), np.ones(1))
     >>> (w > 1).all(), abs(b) < 1e-6
     (np.True_, True)
     """
+    from scipy.optimize import minimize  # imported here: a frozen head runs without SciPy
+
     wins = int(right.sum())
     target = np.where(right, (wins + 1) / (wins + 2), 1 / (len(right) - wins + 2))
-    features = x.shape[1]
-    found: list[tuple[float, Array]] = []
-    # The problem is convex and small: the best of the solutions with some weights fixed at zero and none below it.
-    for chosen in range(2**features):
-        free = np.array([*(chosen >> j & 1 for j in range(features)), 1], dtype=bool)
-        loss, solution = _newton(x, target, prior, free)
-        if (solution[:-1] >= 0).all():
-            found.append((loss, solution))
-    best = min(found, key=lambda pair: pair[0])[1]
-    return best[:-1], float(best[-1])
-
-
-def _newton(
-    x: Float[Array, "M F"], target: Float[Array, "M"], prior: Float[Array, "F"], free: Bool[Array, "E"]
-) -> tuple[float, Float[Array, "E"]]:
-    """The penalised fit with some weights free and the others zero, by Newton's method with halved steps."""
     design = np.column_stack([x, np.ones(len(x))])
-    pull = np.array([_PRIOR_WIDTH**-2] * len(prior) + [_BIAS_WIDTH**-2])
     centre = np.append(prior, 0.0)
+    precision = np.array([_PRIOR_WIDTH**-2] * len(prior) + [_BIAS_WIDTH**-2])
 
-    def loss(w: Float[Array, "E"]) -> float:
+    # Unit curvature at probability one half: L-BFGS-B starts from a multiple of the identity.
+    unit = 1.0 / np.sqrt((design**2).sum(axis=0) / 4 + precision)
+
+    def loss(scaled: Float[Array, "E"]) -> tuple[float, Float[Array, "E"]]:
+        w = unit * scaled
         score = design @ w
-        return float((np.logaddexp(0.0, score) - target * score).sum() + (pull * (w - centre) ** 2).sum() / 2)
+        value = (np.logaddexp(0.0, score) - target * score).sum() + (precision * (w - centre) ** 2).sum() / 2
+        gradient = design.T @ (0.5 * (1.0 + np.tanh(score / 2)) - target) + precision * (w - centre)
+        return float(value), unit * gradient
 
-    w = np.where(free, centre, 0.0)
-    value = loss(w)
-    for _ in range(_NEWTON_STEPS):
-        probability = 0.5 * (1.0 + np.tanh(design @ w / 2))
-        gradient = (design.T @ (probability - target) + pull * (w - centre))[free]
-        curvature = (design.T * (probability * (1.0 - probability))) @ design + np.diag(pull)
-        step = np.zeros(len(w))
-        step[free] = np.linalg.solve(curvature[np.ix_(free, free)], gradient)
-        while loss(w - step) > value and np.abs(step).max() > 1e-12:
-            step /= 2
-        w, before = w - step, value
-        value = loss(w)
-        if before - value <= 1e-12 * max(1.0, abs(value)):
-            break
-    return value, w
+    # The problem is strictly convex and has at most four variables. Tolerances of zero let L-BFGS-B run until rounding
+    # errors stop its line search.
+    bounds = [(0.0, None)] * len(prior) + [(None, None)]
+    options = {"maxiter": 1000, "ftol": 0.0, "gtol": 0.0}
+    best = unit * minimize(loss, centre / unit, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    return best[:-1], float(best[-1])

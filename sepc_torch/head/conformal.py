@@ -1,12 +1,13 @@
-r"""What can be promised of fresh points, from points held back for calibration.
+r"""Conformal p-values and thresholds with finite-sample guarantees, from a calibration set.
 
-All of it is exact for every sample size and every distribution: calibration points and fresh points need only be drawn
-independently from the same one. None may have been used to train the network or to fit the partition, and after a shift
-of the data the promises no longer hold. The higher the score, the safer; the higher the strangeness, the less so.
+- :func:`conformal_p_value`: how often a point of the calibration distribution has a nonconformity score as large.
+- :func:`flag_threshold`: flags at most a chosen share of the points of the calibration distribution.
+- :func:`risk_threshold`: at most a chosen share of the accepted predictions are wrong.
 
-Three promises: :func:`conformal_p_value`, how often an ordinary point would be as strange as this one;
-:func:`flag_threshold`, at most so many ordinary points are flagged; :func:`risk_threshold`, at most so many of the
-accepted predictions are wrong.
+All guarantees are exact for every sample size and every distribution. They assume that calibration points and new
+points are drawn independently from one distribution. No calibration point may have been used to train the network or to
+fit the partition. After a distribution shift the guarantees no longer hold. A higher score is safer; a higher
+nonconformity score is less safe.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 
 
 class ClassCalibration(NamedTuple):
-    """Strangeness of the calibration points of every class: rows in ascending order, padded with inf, and their counts.
+    """Nonconformity scores of the calibration points of each class.
 
-    Both are plain tensors, so that a module can keep them as buffers.
+    ``ordered`` holds a row per class, in ascending order and padded with inf; ``counts`` holds the number of points of
+    each class. Both are plain tensors, so that a module can register them as buffers.
     """
 
     ordered: Float[Tensor, "C M"]
@@ -33,12 +35,12 @@ class ClassCalibration(NamedTuple):
 
 
 class RiskThreshold(NamedTuple):
-    """From which score on predictions are accepted, and what the calibration points say of that.
+    """Acceptance threshold that keeps a risk, with its statistics on the calibration points.
 
-    ``accepted`` of the calibration points, ``errors`` of them wrong, have at least the ``threshold``; ``coverage`` is
-    their share. ``bound`` is the Clopper-Pearson upper bound of the risk there at the confidence 1 - ``level``, the
-    level at which every threshold was tested; it is at most the wanted risk. Where no threshold qualifies, ``found`` is
-    False, the threshold is inf, nothing is accepted and the bound is 1.
+    ``accepted`` calibration points have a score of at least ``threshold``; ``errors`` of them are wrong, and
+    ``coverage`` is their share of all points. ``bound`` is the Clopper-Pearson upper bound of the risk of the accepted
+    points at the confidence 1 - ``level``, the level of the test of each threshold; it is at most the wanted risk. If
+    no threshold qualifies, ``found`` is False, the threshold is inf, nothing is accepted and the bound is 1.
     """
 
     threshold: float
@@ -51,17 +53,17 @@ class RiskThreshold(NamedTuple):
 
 
 def conformal_p_value(calibration: Float[Tensor, "M"], strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    r"""How often an ordinary point is as strange as this one, :math:`p = \frac{1 + \#\{i : a_i \ge s\}}{M + 1}`.
+    r"""Conformal p-value of each nonconformity score, :math:`p = \frac{1 + \#\{i : a_i \ge s\}}{M + 1}`.
 
-    For a fresh point from the distribution of the calibration points, :math:`P(p \le u) \le u` for every u, with
+    For a new point from the distribution of the calibration points, :math:`P(p \le u) \le u` for every u, with
     equality at every multiple of :math:`\frac{1}{M + 1}` if there are no ties.
 
     Args:
-        calibration: The strangeness :math:`a_i` of ordinary points held back; inf is allowed, NaN is not.
-        strangeness: The strangeness s of the points to judge. NaN is taken for inf, the strangest that can be.
+        calibration: Nonconformity scores :math:`a_i` of the calibration points; inf is allowed, NaN is not.
+        strangeness: Nonconformity scores s of the points to assess. NaN counts as inf.
 
-    The calibration points are sorted at every call; sort once with :func:`sorted_calibration` and use
-    :func:`p_value_from_sorted` to judge many batches.
+    Every call sorts the calibration points. For many batches, sort once with :func:`sorted_calibration` and call
+    :func:`p_value_from_sorted`.
 
     >>> conformal_p_value(torch.tensor([0.3, 0.1, 0.2]), torch.tensor([0.0, 0.2, 9.0]))
     tensor([1.0000, 0.7500, 0.2500])
@@ -70,7 +72,7 @@ def conformal_p_value(calibration: Float[Tensor, "M"], strangeness: Float[Tensor
 
 
 def sorted_calibration(calibration: Float[Tensor, "M"]) -> Float[Tensor, "M"]:
-    """Calibration points in ascending order, for :func:`p_value_from_sorted`; a module can keep them as a buffer.
+    """Sort calibration scores in ascending order, for :func:`p_value_from_sorted`.
 
     >>> sorted_calibration(torch.tensor([0.3, 0.1, 0.2]))
     tensor([0.1000, 0.2000, 0.3000])
@@ -80,23 +82,30 @@ def sorted_calibration(calibration: Float[Tensor, "M"]) -> Float[Tensor, "M"]:
 
 
 def p_value_from_sorted(ordered: Float[Tensor, "M"], strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """The p-value of :func:`conformal_p_value` by binary search; no value is checked, so that a GPU need not wait.
+    """Conformal p-values by binary search in sorted calibration scores; does not synchronise with the device.
+
+    Values are not checked, since a check would synchronise.
 
     >>> p_value_from_sorted(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.2, torch.nan]))
     tensor([0.7500, 0.2500])
     """
-    _check_line(ordered, "sorted calibration points")
+    _check_vector(ordered, "sorted calibration points")
     if not strangeness.is_floating_point():
         strangeness = strangeness.to(ordered.dtype)
     dtype = torch.promote_types(ordered.dtype, strangeness.dtype)
-    below = torch.searchsorted(ordered.to(dtype).contiguous(), _nan_is_strangest(strangeness).to(dtype).contiguous())
+    below = torch.searchsorted(ordered.to(dtype).contiguous(), _nan_to_inf(strangeness).to(dtype).contiguous())
     m = ordered.shape[0]
-    # In float64: float32 could not count more than 17 million points.
+    # float64: float32 counts exactly only up to 2**24, about 17 million points.
     return ((m + 1 - below).double() / (m + 1)).to(strangeness.dtype)
 
 
 def class_calibration(calibration: Float[Tensor, "M"], label: Int[Tensor, "M"], classes: int) -> ClassCalibration:
-    """Calibration points sorted within each of so many classes, for :func:`class_p_value`.
+    """Sort calibration scores within each class, for :func:`class_p_value`.
+
+    Args:
+        calibration: Nonconformity scores of the calibration points; inf is allowed, NaN is not.
+        label: The class of each point, as an index from 0.
+        classes: Number of classes.
 
     >>> class_calibration(torch.tensor([0.3, 0.1, 0.2]), torch.tensor([0, 0, 2]), classes=3)
     ClassCalibration(ordered=tensor([[0.1000, 0.3000],
@@ -106,13 +115,13 @@ def class_calibration(calibration: Float[Tensor, "M"], label: Int[Tensor, "M"], 
     check_calibration(calibration)
     if label.shape != calibration.shape:
         raise ValueError(
-            f"Every calibration point needs one label; got {tuple(calibration.shape)} values and {tuple(label.shape)} "
-            "labels."
+            f"Expected one label for each calibration point; got {tuple(calibration.shape)} values and "
+            f"{tuple(label.shape)} labels."
         )
     if int(label.min()) < 0 or int(label.max()) >= classes:
         raise ValueError(
-            f"Labels are indices from 0 to {classes - 1} for {classes} classes, got {int(label.min())} to "
-            f"{int(label.max())}; leave points without a class out of the calibration."
+            f"Labels must be indices from 0 to {classes - 1} for {classes} classes, got {int(label.min())} to "
+            f"{int(label.max())}. Leave points without a class out of the calibration."
         )
     count = torch.bincount(label, minlength=classes)
     value, by_value = calibration.detach().sort()
@@ -126,16 +135,17 @@ def class_calibration(calibration: Float[Tensor, "M"], label: Int[Tensor, "M"], 
 def class_p_value(
     calibration: ClassCalibration, strangeness: Float[Tensor, "B"], label: Int[Tensor, "B"]
 ) -> Float[Tensor, "B"]:
-    r"""How often an ordinary point of this class is as strange (Mondrian), :math:`\frac{1 + \#_c}{M_c + 1}`.
+    r"""Class-conditional (Mondrian) conformal p-value, :math:`p = \frac{1 + \#_c}{M_c + 1}`.
 
-    :math:`\#_c` counts the calibration points of the label's class c that are at least as strange, :math:`M_c` all of
-    them. So :math:`P(p \le u) \le u` holds within every class, rare ones too.
+    :math:`\#_c` counts the calibration points of the label's class c whose nonconformity score is at least as large;
+    :math:`M_c` counts all calibration points of the class. :math:`P(p \le u) \le u` holds within every class, also a
+    rare one.
 
     Args:
-        calibration: From :func:`class_calibration`.
-        strangeness: Of the points to judge; NaN is taken for inf, the strangest that can be.
-        label: The class that each point is compared with. A class without calibration points (0 in ``counts``) can call
-            nothing strange: p is 1. So it is for a label that is no class, such as -1.
+        calibration: The result of :func:`class_calibration`.
+        strangeness: Nonconformity scores of the points to assess. NaN counts as inf.
+        label: The class that each point is compared with. p is 1 for a class without calibration points (0 in
+            ``counts``), and for a label that is no class, such as -1.
 
     >>> known = class_calibration(torch.tensor([0.3, 0.1, 0.2]), torch.tensor([0, 0, 2]), classes=3)
     >>> class_p_value(known, torch.tensor([0.2, 0.2, 0.9]), torch.tensor([0, 1, 2]))
@@ -145,29 +155,30 @@ def class_p_value(
     known = (label >= 0) & (label < classes)
     row = torch.where(known, label, 0)
     count = torch.where(known, calibration.counts[row], 0)
-    strange = _nan_is_strangest(strangeness)
-    # Binary search in each point's own row; a row per point, as searchsorted wants it, would be a (B, M) temporary.
+    scores = _nan_to_inf(strangeness)
+    # Binary search in the row of each point's class. torch.searchsorted needs a row per point, a (B, M) temporary.
     flat = calibration.ordered.reshape(-1)
     below = torch.zeros_like(row)
     for power in reversed(range(most.bit_length())):
         further = below + 2**power
         value = flat[row * most + further.clamp(max=most) - 1]
-        below = torch.where((further <= most) & (value < strange), further, below)
-    # A row's padding is never below anything, so below is at most count, but for labels that are no class.
+        below = torch.where((further <= most) & (value < scores), further, below)
+    # The padding (inf) is never below a score, so below <= count, except for labels that are no class.
     return ((1 + (count - below).clamp(min=0)).double() / (count + 1)).to(strangeness.dtype)
 
 
 def flag_threshold(score: Float[Tensor, "M"], flag_rate: float) -> float:
-    r"""The threshold below which a fresh ordinary point falls with probability at most ``flag_rate``.
+    r"""Threshold that flags a new point of the calibration distribution with probability at most ``flag_rate``.
 
-    Split conformal: the k-th smallest calibration score, :math:`k = \lfloor \alpha (M + 1) \rfloor` for the rate
-    :math:`\alpha`. The probability is over calibration and fresh point together and is :math:`\frac{k}{M + 1}` if there
-    are no ties, less with them. Flag points with ``score < threshold``; NaN is below nothing, so look for it apart.
+    Split conformal prediction: the threshold is the k-th smallest calibration score,
+    :math:`k = \lfloor \alpha (M + 1) \rfloor` for the rate :math:`\alpha`. The probability is over the calibration set
+    and the new point together. It is :math:`\frac{k}{M + 1}` without ties, and less with ties. Flag points with
+    ``score < threshold``. This comparison is False for NaN; test for NaN separately.
 
     Args:
-        score: Scores of ordinary points held back, higher is safer; -inf and inf are allowed, NaN is not.
-        flag_rate: The share :math:`\alpha` of ordinary points that may be flagged. With :math:`k = 0`, fewer points
-            than the rate needs, nothing can be flagged: the threshold is -inf.
+        score: Scores of the calibration points, higher is safer; -inf and inf are allowed, NaN is not.
+        flag_rate: The share :math:`\alpha` of points that may be flagged. With too few points for the rate
+            (:math:`k = 0`) the threshold is -inf and flags nothing.
 
     >>> flag_threshold(torch.arange(1.0, 100.0), flag_rate=0.05)
     5.0
@@ -176,32 +187,29 @@ def flag_threshold(score: Float[Tensor, "M"], flag_rate: float) -> float:
     """
     check_calibration(score)
     flag_rate = check_share(flag_rate, "flag_rate")
-    # A hair more, so that 0.29 of 100 is 29 and not, by rounding, 28.
+    # The factor corrects rounding: 0.29 * 100 is slightly less than 29 in floating point.
     k = math.floor(flag_rate * (len(score) + 1) * (1.0 + 1e-12))
     return -math.inf if k < 1 else float(score.detach().kthvalue(min(k, len(score))).values)
 
 
 def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: float, delta: float) -> RiskThreshold:
-    r"""The lowest threshold t for which :math:`P(\mathrm{wrong} \mid \mathrm{score} \ge t) \le r` is proven.
+    r"""Lowest threshold t that provably keeps the risk, :math:`P(\mathrm{wrong} \mid \mathrm{score} \ge t) \le r`.
 
-    With probability at least :math:`1 - \delta` over the calibration points the returned threshold keeps the risk r on
-    fresh points, or none is found. Accept points with ``score >= threshold``; NaN is never accepted.
+    With probability at least :math:`1 - \delta` over the calibration points, the returned threshold keeps the risk r on
+    new points, or no threshold is found. Accept points with ``score >= threshold``; NaN is never accepted.
 
-    A threshold with n points, e of them wrong, qualifies if the exact binomial tail :math:`P(\mathrm{Bin}(n, r) \le e)`
-    is at most a level :math:`\alpha`. :func:`search_level` sets :math:`\alpha` so that the search over all distinct
-    scores errs with probability :math:`\delta`.
-
-    Why this one: it holds for all thresholds at once, whatever the distribution, and the level is the highest that
-    does, attained by a useless score whose risk is r. In simulations (100 to 10000 points, risk 0.01 to 0.1, error
-    0.02 to 0.3, scores of all qualities) it accepted on average 41 % of the points; fixed sequences from 1, 2 or 4
-    starts 29, 39 and 38 %, the binary search of selective guaranteed risk 34 %, Bonferroni over halved ranks 33 %.
+    A threshold with n accepted points, e of them wrong, qualifies if the exact binomial tail
+    :math:`P(\mathrm{Bin}(n, r) \le e)` is at most a level :math:`\alpha`. :func:`search_level` sets :math:`\alpha` so
+    that the search over all distinct scores fails with probability at most :math:`\delta`. The guarantee holds for all
+    thresholds at once and for every distribution. No higher level has this property: a useless score of risk r attains
+    :math:`\delta`.
 
     Args:
-        score: Of predictions held back, higher is safer; -inf for those to accept last, inf is refused. Fresh scores
-            must be computed in the same way and dtype.
-        correct: Which of these predictions are right.
-        risk: The share of wrong ones among the accepted that is allowed, r.
-        delta: The probability that the promise may fail, :math:`\delta`.
+        score: Scores of the calibration predictions, higher is safer. A score of -inf is accepted last; inf raises an
+            error. New scores must be computed in the same way and dtype.
+        correct: Whether each of these predictions is right.
+        risk: The allowed share r of wrong predictions among the accepted ones.
+        delta: The allowed probability :math:`\delta` that the guarantee fails.
 
     >>> score, correct = torch.linspace(1.0, 0.0, 101), torch.arange(101) < 80
     >>> found = risk_threshold(score, correct, risk=0.1, delta=0.1)
@@ -213,11 +221,11 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
     check_correct(correct, score)
     if bool((score == torch.inf).any()):
         raise ValueError(
-            "A calibration score is inf, which no threshold refuses; use a finite score, such as m / (1 + m)."
+            "A calibration score is inf, which every threshold accepts; use a finite score, such as m / (1 + m)."
         )
     value, group = np.unique(score.detach().cpu().double().numpy(), return_inverse=True)
     wrong = (~correct).cpu().double().numpy()
-    # From the highest score down; equal scores are accepted together or not at all.
+    # Cumulative counts from the highest score down; equal scores are accepted together.
     accepted = np.bincount(group)[::-1].cumsum()
     errors = np.bincount(group, weights=wrong)[::-1].cumsum().astype(np.int64)
     level = search_level(len(wrong), risk, delta)
@@ -231,16 +239,17 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
 
 @functools.lru_cache(maxsize=256)
 def search_level(points: int, risk: float, delta: float) -> float:
-    r"""The level :math:`\alpha` of one test that makes all tests of :func:`risk_threshold` together err at most delta.
+    r"""Highest level :math:`\alpha` of the tests in :func:`risk_threshold` that limits the search's failure to delta.
 
     .. math:: P\big(\exists\, n \le M : P(\mathrm{Bin}(n, r) \le E_n) \le \alpha\big) \le \delta, \quad
         E_n = e_1 + \dots + e_n, \quad e_i \sim \mathrm{Bernoulli}(r),
 
-    and no larger :math:`\alpha` does, up to 1 %. This is the probability for a useless score of risk r, and no other
-    distribution has a larger one: let B be the thresholds of too high a risk. For t in B,
-    :math:`P(S \ge t, \mathrm{wrong}) \ge r P(S \ge t)` and :math:`P(S \ge t, \mathrm{right}) \le (1 - r) P(S \ge t)`.
-    So each calibration point can be drawn together with one of the useless score such that, over all t in B at once,
-    wrong points are accepted no less and right points no more than there; and the tail falls in both directions.
+    and no :math:`\alpha` larger by more than 1 % satisfies the inequality. The left side is the failure probability of
+    a useless score of risk r. No other distribution has a larger one. Proof: let B be the set of thresholds whose risk
+    exceeds r. For t in B, :math:`P(S \ge t, \mathrm{wrong}) \ge r P(S \ge t)` and
+    :math:`P(S \ge t, \mathrm{right}) \le (1 - r) P(S \ge t)`. Each calibration point can therefore be coupled with a
+    point of the useless score such that, for all t in B at once, wrong points are accepted at least as often and right
+    points at most as often. The tail decreases in both directions.
 
     >>> round(search_level(1000, risk=0.05, delta=0.1), 3)
     0.018
@@ -249,7 +258,7 @@ def search_level(points: int, risk: float, delta: float) -> float:
     corners = _fewest_points(points, risk, highest)
     if _chance_to_qualify(corners, risk) <= delta:
         return highest
-    # At this level the chances of the corners add up to delta at most.
+    # Union bound: at this level the probabilities of the corners sum to at most delta.
     lowest = delta / len(corners)
     while highest > 1.01 * lowest:
         middle = math.sqrt(lowest * highest)
@@ -261,19 +270,19 @@ def search_level(points: int, risk: float, delta: float) -> float:
 
 
 def binomial_tail(errors: Int[Array, "n"], points: Int[Array, "n"], risk: float) -> Float[Array, "n"]:
-    r"""The chance of so few errors, :math:`P(\mathrm{Bin}(n, r) \le e) = I_{1 - r}(n - e, e + 1)`; 1 for e = n.
+    r"""Probability of at most e errors, :math:`P(\mathrm{Bin}(n, r) \le e) = I_{1 - r}(n - e, e + 1)`; 1 for e = n.
 
     >>> binomial_tail(np.array([0, 1]), np.array([2, 2]), risk=0.1).round(9)
     array([0.81, 0.99])
     """
-    from scipy.special import betainc  # here: a frozen model runs without SciPy
+    from scipy.special import betainc  # imported here: a frozen model runs without SciPy
 
     right = points - errors
     return np.where(right > 0, betainc(np.maximum(right, 1), errors + 1, 1.0 - risk), 1.0)
 
 
 def upper_bound(errors: int, points: int, level: float) -> float:
-    r"""Clopper-Pearson: the largest risk for which so few errors have a chance of ``level``.
+    r"""Clopper-Pearson upper bound: the risk at which at most ``errors`` errors have probability ``level``.
 
     >>> round(upper_bound(0, 29, 0.05), 4)  # the rule of three: about 3 / 29
     0.0981
@@ -284,60 +293,64 @@ def upper_bound(errors: int, points: int, level: float) -> float:
 
 
 def check_calibration(values: Any) -> None:
-    """A clear error for calibration points that cannot promise anything."""
-    _check_line(values, "calibration points")
+    """Raise an error for calibration points that are not a 1-D floating-point tensor without NaN."""
+    _check_vector(values, "calibration points")
     if bool(values.isnan().any()):
         raise ValueError(
-            "A calibration point is NaN. Decide what such a point is worth, for instance -inf as a score or inf as "
-            "strangeness; leaving it out would promise too much."
+            "A calibration point is NaN. Replace NaN by -inf in a score, or by inf in a nonconformity score. Dropping "
+            "the point would make the guarantee too optimistic."
         )
 
 
 def check_correct(correct: Any, score: Tensor) -> None:
-    """A clear error for anything but one true or false for each score."""
+    """Raise an error for anything but a boolean tensor with one element for each score."""
     if not isinstance(correct, Tensor) or correct.dtype != torch.bool:
         given = correct.dtype if isinstance(correct, Tensor) else type(correct).__name__
-        raise TypeError(f"What is right is given as a boolean tensor, got {given}; use label == target.")
+        raise TypeError(f"correct must be a boolean tensor, got {given}; use label == target.")
     if correct.shape != score.shape:
         raise ValueError(
-            f"Every score needs one true or false; got {tuple(score.shape)} scores and {tuple(correct.shape)} of those."
+            f"Expected one element of correct for each score; got {tuple(score.shape)} scores and "
+            f"{tuple(correct.shape)} elements."
         )
 
 
-def _check_line(values: Any, name: str) -> None:
+def _check_vector(values: Any, name: str) -> None:
     if not isinstance(values, Tensor) or not values.is_floating_point():
         given = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TypeError(
-            f"The {name} are a tensor of floating point numbers, got {given}; use torch.as_tensor(...).double()."
+            f"The {name} must be a tensor of floating-point numbers, got {given}; use torch.as_tensor(...).double()."
         )
     if values.ndim != 1:
-        raise ValueError(f"The {name} are one number each, shape (M,); got the shape {tuple(values.shape)}.")
+        raise ValueError(f"The {name} must have shape (M,); got the shape {tuple(values.shape)}.")
     if values.shape[0] == 0:
-        raise ValueError(f"There are no {name}; hold some points back from training.")
+        raise ValueError(f"There are no {name}; hold out some points from training.")
 
 
 def check_share(value: Any, name: str) -> float:
-    """A share between 0 and 1 as a plain number, or a clear error."""
+    """Return a share strictly between 0 and 1 as a float, or raise an error."""
     if isinstance(value, str) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number between 0 and 1, got {value!r}.")
     share = float(value)
-    if not 0.0 < share < 1.0:  # in this form NaN is refused too
+    if not 0.0 < share < 1.0:  # written so that NaN fails too
         raise ValueError(f"{name} must lie between 0 and 1, both excluded; got {share}.")
     return share
 
 
-def _nan_is_strangest(strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+def _nan_to_inf(strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     return torch.where(strangeness.isnan(), torch.inf, strangeness.detach())
 
 
 def _fewest_points(points: int, risk: float, level: float) -> Int[Array, "E"]:
-    """For 0, 1, ... errors, how many points bring the tail down to the level; as far as there are so many points."""
+    """For e = 0, 1, ... errors, the least number of points whose binomial tail is at most the level.
+
+    The array ends at the last e for which the given number of points is enough.
+    """
     from scipy.stats import binom
 
-    # The tail grows with the errors: those that qualify with all points come first, up to the quantile of the level.
+    # The tail increases with the errors, so the e that qualify with all points end at the quantile of the level.
     errors = np.arange(int(binom.ppf(level, points, risk)) + 1)
     errors = errors[binomial_tail(errors, np.full(len(errors), points), risk) <= level]
-    below, enough = errors.copy(), np.full(len(errors), points)
+    below, enough = errors.copy(), np.full(len(errors), points)  # brackets of a binary search for every e
     while (enough - below > 1).any():
         middle = (below + enough) // 2
         reached = binomial_tail(errors, middle, risk) <= level
@@ -346,15 +359,15 @@ def _fewest_points(points: int, risk: float, level: float) -> Int[Array, "E"]:
 
 
 def _chance_to_qualify(corners: Int[Array, "E"], risk: float) -> float:
-    """The chance of at most e errors in the first ``corners[e]`` points for some e, every point wrong with this risk.
+    """Probability of at most e errors in the first ``corners[e]`` points for some e, if each point errs with this risk.
 
-    Goes from corner to corner with the distribution of the errors so far among the paths that have not qualified.
+    Steps from corner to corner with the distribution of the number of errors among the paths that have not qualified.
     """
     from scipy.stats import binom
 
     step_chances: dict[int, Any] = {}
     qualified, errors_from, points = 0.0, 0, 0
-    chance = np.ones(1)  # of errors_from, errors_from + 1, ... errors
+    chance = np.ones(1)  # chance[i]: probability of errors_from + i errors
     for e, corner in enumerate(corners.tolist()):
         step = corner - points
         if step not in step_chances:
@@ -363,9 +376,9 @@ def _chance_to_qualify(corners: Int[Array, "E"], risk: float) -> float:
         points = corner
         cut = e + 1 - errors_from
         qualified += float(chance[:cut].sum())
-        # More errors than any corner allows can never qualify.
+        # Paths with more errors than the last corner allows can never qualify.
         chance, errors_from = chance[cut : len(corners) - errors_from], e + 1
-        # Far tails are taken for qualified, which is on the safe side, and cost nothing from here on.
+        # Count far tails as qualified: this is conservative and keeps the convolutions short.
         tail = chance[::-1].cumsum()
         far = int(np.searchsorted(tail, 1e-13))
         if far:

@@ -1,14 +1,16 @@
-r"""The density of every class, from the regions that a partition found in it.
+r"""Class densities: Student's t mixtures over the regions of a partition.
 
-A region is a group of training points: a whole class, or those of its points that one ellipsoid holds. Taken as a
-sample of a Gaussian with unknown mean and covariance, the n points of a region predict the next one by Student's
-multivariate t, whose contours are ellipsoids again. The prior of the covariance is the spread within all regions, with
-the least weight that leaves it an expectation; so a region of few points borrows its shape from the others, and there
-is nothing to tune. The density of a class is half that of the whole and half that of its pieces:
+A region is a group of training points: a whole class, or the points of a class in one ellipsoid (a piece). The n points
+of a region are taken as a sample of a Gaussian with unknown mean and covariance. Their posterior predictive density is
+Student's multivariate t, whose contours are ellipsoids. The prior of the covariance is the pooled spread within
+regions, with the least weight for which the prior has a mean. A region of few points thus borrows its shape from the
+others, and there is no parameter to tune. The density of a class is half the density of the whole class and half the
+density of its pieces:
 
 .. math:: p(z, c) = \tfrac12 \frac{N_c}{N} t_c(z) + \tfrac12 \sum_{k \in c} \frac{n_k}{\sum_j n_j} t_k(z).
 
-One region a class and a strong prior would be linear discriminant analysis, no prior quadratic discriminant analysis.
+With one region per class, a strong prior would give linear discriminant analysis, and no prior quadratic discriminant
+analysis.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from torch import Tensor, nn
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.shapes import Array, Float, Int
 
-# Share of the mean variance within regions that every direction has at least: a direction in which no region varies
-# would otherwise decide everything. The second is for regions that are single points, in units of the total variance.
+# Least variance of every direction, as a share of the mean variance within regions: a direction without variance would
+# dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
 
 
 class RegionDensities(nn.Module):
-    r"""Log densities :math:`\log p(z, c)` of points under every class, from Student's t of its regions.
+    r"""Log densities :math:`\log p(z, c)` of points under every class: mixtures of the regions' Student's t.
 
     Args:
         bank: The ellipsoid :math:`(z - \mu_k)^\top S_k^{-1} (z - \mu_k) \le 1` of every region's t.
-        log_weight: Of every region, the constant of its t included.
-        freedom: Degrees of freedom of every t.
+        log_weight: Log weight of every region, including the normalising constant of its t.
+        freedom: Degrees of freedom of every region's t.
         codes: The class of every region.
     """
 
@@ -62,14 +64,14 @@ class RegionDensities(nn.Module):
         self.classes = int(self.codes.max()) + 1
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
-        """The log density of each point under each class."""
+        """Return the log density of each point under each class."""
         distance = self.bank(points)
         freedom = self.freedom.to(distance.dtype)
         power = (freedom + self.bank.dim) / 2
         each = self.log_weight.to(distance.dtype) - power * torch.log1p(distance.square() / freedom)
-        count = points.shape[0]  # not len(), which an exporter takes for a constant
+        count = points.shape[0]  # torch.export would treat len(points) as a constant
         codes = self.codes.expand(count, -1)
-        # Of every class its own maximum first: far from all points the sum of exponentials would be zero.
+        # logsumexp over the regions of each class: subtract the class maximum first, or distant points underflow.
         most = each.new_full((count, self.classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
         share = torch.exp(each - most.gather(1, codes))
         return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
@@ -82,13 +84,13 @@ def _after_loading(module: RegionDensities, _keys: Any) -> None:
 def fit_densities(
     points: Float[Array, "N R"], codes: Int[Array, "N"], pieces: Int[Array, "N"], dtype: torch.dtype = torch.float32
 ) -> RegionDensities:
-    """Learn the densities of labelled points.
+    """Fit class densities to labelled points.
 
     Args:
-        points: Training points, of unit variance in every direction.
-        codes: Their classes.
-        pieces: The piece of its class that each point belongs to, any number unique to the piece; -1 for none.
-        dtype: Of the result.
+        points: Training points, with unit variance in every direction.
+        codes: The class of each point.
+        pieces: The piece that each point belongs to, as any number unique to the piece; -1 for no piece.
+        dtype: Dtype of the fitted module.
 
     >>> points = np.array([[0.0], [0.2], [0.1], [2.0], [2.2], [2.1]])
     >>> densities = fit_densities(points, np.array([0, 0, 0, 1, 1, 1]), np.full(6, -1))
@@ -118,9 +120,10 @@ def _students(
 ) -> tuple[Float[Array, "K R"], Float[Array, "K R R"], Float[Array, "K"], Float[Array, "K"]]:
     r"""Mean, whitener, log weight and degrees of freedom of the predictive t of every group.
 
-    With the prior :math:`\Sigma \sim W^{-1}(\Psi_0, \nu_0)`, :math:`\nu_0 = R + 2`, whose mean :math:`\Psi_0` is the
-    spread within groups, n points with scatter :math:`S` predict with :math:`\nu = n + \nu_0 - R + 1` degrees of
-    freedom and the scale :math:`\frac{n + 1}{n \nu} (\Psi_0 + S)`.
+    The prior is :math:`\Sigma \sim W^{-1}(\Psi_0, \nu_0)` with :math:`\nu_0 = R + 2`; its mean :math:`\Psi_0` is the
+    pooled spread within groups. For n points with scatter matrix :math:`S` the predictive t has
+    :math:`\nu = n + \nu_0 - R + 1` degrees of freedom and the scale matrix
+    :math:`\frac{n + 1}{n \nu} (\Psi_0 + S)`.
     """
     dim = points.shape[1]
     size = np.bincount(group)

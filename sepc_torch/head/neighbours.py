@@ -1,4 +1,4 @@
-r"""The distance to the nearest training point of every class, among points that were kept as witnesses."""
+r"""Distance to the nearest reference point of every class; reference points are training points that a head keeps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Float, Int
 
-# More classes than this are searched in groups: copying the products then takes less time than so many calls.
+# Above this number of classes, classes of similar size are searched together: copying the products into groups then
+# takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
 
 
 class Neighbours(nn.Module):
-    """Kept points of every class, and the distance to the nearest of each.
+    """Reference points of every class, and the distance to the nearest one of each class.
 
-    Points are kept relative to an ``origin`` in their midst: products of numbers far from zero would lose digits.
+    The points are stored relative to an ``origin``, by default their mean: products of coordinates far from zero would
+    lose digits.
 
     Args:
-        points: The points (N, D), relative to ``origin`` where that is given.
-        codes: Their classes, in ascending order, none left out.
-        origin: The origin (D,); by default the mean.
-        persistent: Whether files and checkpoints hold the points.
+        points: The reference points (N, D), relative to ``origin`` if ``origin`` is given.
+        codes: The class of each point, in ascending order; every class has a point.
+        origin: The origin (D,); by default the mean of the points.
+        persistent: Whether the state dict includes the points.
 
     >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
     >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
@@ -58,11 +60,11 @@ class Neighbours(nn.Module):
 
     @property
     def points(self) -> Float[Tensor, "N D"]:
-        """The kept points in the caller's coordinates."""
+        """The reference points in the caller's coordinates."""
         return self.origin + self.offsets
 
     def _derive(self) -> None:
-        """What follows from the points. Where each class ends are plain numbers: nothing waits for a GPU to tell."""
+        """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise."""
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
         self.register_buffer("half_squares", self.offsets.square().sum(dim=1) / 2, persistent=False)
         groups = _group(self.ends if len(self.ends) > _MANY_CLASSES else [])
@@ -71,7 +73,7 @@ class Neighbours(nn.Module):
         self.shapes = groups.shapes
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """Euclidean distance to the nearest kept point of each class."""
+        """Return the Euclidean distance to the nearest reference point of each class."""
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
         offset = z.detach().to(dtype) - self.origin.to(dtype)
         points, half_squares = self.offsets.to(dtype), self.half_squares.to(dtype)
@@ -81,7 +83,7 @@ class Neighbours(nn.Module):
         before = self.offsets.dtype
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.offsets.dtype != before:
-            self._derive()  # in the digits of the new dtype, as reading them from a file would
+            self._derive()  # recomputed in the new dtype, so that a saved and loaded module gives equal results
         return moved
 
 
@@ -90,11 +92,12 @@ def _after_loading(module: Neighbours, _keys: Any) -> None:
 
 
 class _Groups(NamedTuple):
-    """Classes of like size, that are searched together.
+    """Layout of groups of classes of similar size, each searched with one argmax.
 
-    ``slots`` says which point stands in every place of every class, group after group, ``shapes`` how many classes a
-    group has and how many places each, and ``columns`` where in that order each class is found. A class with fewer
-    points than places repeats its last, which changes no minimum.
+    A group is a table with a row per class and a fixed number of places per row. ``slots`` holds the point index of
+    every place, group after group. ``shapes`` holds, for each group in turn, the number of classes and the number of
+    places. ``columns`` holds the position of each class in this order. A class with fewer points than places repeats
+    its last point, which does not change the nearest distance.
     """
 
     slots: Int[Tensor, "n"]
@@ -103,7 +106,7 @@ class _Groups(NamedTuple):
 
 
 def _group(ends: list[int]) -> _Groups:
-    """Classes grouped by the power of two that their size comes up to, so that less than half of a group repeats.
+    """Group classes by their size rounded up to a power of two; less than half of the places repeat a point.
 
     >>> _group([1, 5, 8])
     _Groups(slots=tensor([0, 1, 2, 3, 4, 5, 6, 7, 7]), columns=tensor([0, 1, 2]), shapes=[1, 1, 2, 4])
@@ -125,9 +128,10 @@ def _group(ends: list[int]) -> _Groups:
 def _class_nearest(
     z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
 ) -> Tensor:
-    r"""By one product, :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, then the difference to the point found.
+    r"""Find the nearest points by a matrix product, then compute the distances from differences.
 
-    The product alone would lose the digits of short distances; the point it finds is the nearest up to rounding.
+    The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
+    the product would lose the digits of short distances.
     """
     best = torch.empty(len(z), len(ends), dtype=torch.int64, device=z.device)
     rows = torch_ops.rows_per_piece(z, len(points) + len(slots))
@@ -148,7 +152,7 @@ def _class_nearest(
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
-    """The closest point of every class, one class after the other."""
+    """Index of the closest point of every class, with one argmax for each class."""
     found = closeness.new_empty(len(closeness), len(ends), dtype=torch.int64)
     first = 0
     for c, end in enumerate(ends):
@@ -160,7 +164,7 @@ def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tenso
 def _best_together(
     closeness: Float[Tensor, "b N"], slots: Int[Tensor, "n"], columns: Int[Tensor, "C"], shapes: list[int]
 ) -> Int[Tensor, "b C"]:
-    """The closest point of every class, all classes of a group at once."""
+    """Index of the closest point of every class, with one argmax for each group of classes."""
     found, first = [], 0
     for count, width in zip(shapes[::2], shapes[1::2], strict=True):
         places = slots[first : first + count * width]

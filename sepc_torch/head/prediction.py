@@ -1,4 +1,4 @@
-"""The record that a trust head returns."""
+"""The record that a trust head returns: its own prediction, and its assessment of the network's labels."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from sepc_torch.shapes import Bool, Float, Int
 
 
 class HeadPrediction(NamedTuple):
-    """What the head says of a batch; every field is a tensor (B,).
+    """Predictions of a :class:`~sepc_torch.TrustHead` for a batch; every field is a tensor of shape (B,).
 
-    The first seven are those of :class:`~sepc_torch.Prediction`, for the head's own label. The others judge the
-    network's label in the same place; without logits or labels they judge the head's own.
+    The first seven fields are those of :class:`~sepc_torch.Prediction`, for the head's own label. The other fields
+    assess the network's label. Without logits and labels they assess the head's own label.
 
-    Before :meth:`TrustHead.calibrate` the confidence only ranks, p-values, strangeness and joint are NaN, and nothing
-    is accepted.
+    Before :meth:`TrustHead.calibrate` the confidence is only a ranking score, the p-values, ``strangeness`` and
+    ``joint`` are NaN, and nothing is accepted.
 
-    An embedding that is flagged has the labels -1, and is as strange as can be. Logits with NaN in them, where those
-    are flagged, name no label: ``network_label`` is -1, ``network_trust``, ``confidence`` and ``joint`` are 0,
-    ``network_margin`` and ``class_p_value`` are NaN, and the row is not accepted; what is said of the point itself, and
-    of the head's own label, stands.
+    A flagged embedding has the label -1 in both label fields and the largest nonconformity score. A flagged row of
+    logits (NaN, or no single largest value) has no network label: ``network_label`` is -1; ``network_trust``,
+    ``confidence`` and ``joint`` are 0; ``network_margin`` and ``class_p_value`` are NaN; the row is not accepted. The
+    fields of the point itself and of the head's own label keep their values in these rows.
 
     Attributes:
         label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
-        network_label: The label the network gave; -1 in flagged rows.
-        network_trust: Trust in that label.
-        network_margin: Distance to the nearest ellipsoid of another class over that to the nearest of the network's.
-        confidence: The probability that the label is right, if the point is of a known kind.
-        p_value: How often an ordinary point is as strange as this one: at most u with probability at most u.
-        class_p_value: The same among the points of the label's class.
-        strangeness: What the p-values rank, larger is stranger; no ties far from the training points.
-        joint: The probability that the label is right *and* the point of a known kind; fitted to half of the points.
+        network_label: The label that the network predicted; -1 in flagged rows.
+        network_trust: Trust in the network's label.
+        network_margin: Distance to the nearest ellipsoid of another class, divided by the distance to the nearest
+            ellipsoid of the network's label.
+        confidence: Probability that the label is right, provided that the point is of a known kind.
+        p_value: Conformal p-value of the point. For a point of the calibration distribution it is at most u with
+            probability at most u.
+        class_p_value: Conformal p-value among the calibration points of the label's class.
+        strangeness: Nonconformity score that the p-values rank; larger is less typical. Distant points have no ties.
+        joint: Probability that the label is right *and* the point is of a known kind. The calibration points that
+            are not ranked fit this score.
         accept: Whether the joint score reaches the threshold of :meth:`TrustHead.accept_at`.
     """
 
@@ -55,6 +58,11 @@ class HeadPrediction(NamedTuple):
     accept: Bool[Tensor, "B"]
 
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Tensor:
-        """Which of the network's labels to refuse: low trust in them, or a point outside every ellipsoid."""
+        """Return which of the network's labels to refuse: low trust, or a point outside every ellipsoid.
+
+        Args:
+            threshold: Refuse labels with a trust below this value.
+            outside: Whether to refuse all points outside every ellipsoid.
+        """
         own = Prediction(*self[:7])._replace(label=self.network_label, trust=self.network_trust)
         return own.abstain(threshold, outside)

@@ -1,4 +1,4 @@
-r"""Embeddings brought into the coordinates in which they are partitioned: normalise, centre, project, whiten."""
+r"""Projection of embeddings to the coordinates of the partition: normalise, centre, project, whiten."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import feature_scale
+from sepc_torch.data.arrays import TrainingSet, count, feature_scale
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.shapes import Array, Float, Int
@@ -18,25 +18,32 @@ from sepc_torch.shapes import Array, Float, Int
 Normalize = Literal["l2", "standardize", "polar"] | None
 Method = Literal["pca", "lda"]
 
-# Directions with less than this share of the largest standard deviation hold rounding noise.
+# Directions whose standard deviation is below this share of the largest one hold rounding noise.
 _NOISE = 1e-6
-# Shorter embeddings than this share of the median length are taken for that long: the logarithm of zero is no number.
+# Least length of an embedding, as a share of the median length; the logarithm of zero is not finite.
 _SHORT = 1e-3
 # Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
 _SHRINKAGE = 1e-3
-
-
-# More dimensions than this gained nothing on any data set tried, and cost time (experiments/head_defaults.py).
-_MOST_DIMENSIONS = 32
+# Largest default dimension: time and memory of an ellipsoid grow with its square. experiments/head_defaults.py compares
+# smaller dimensions.
+_MAX_DIMENSIONS = 32
+# Below this default dimension, caused by a tiny class, the head warns: a few dimensions represent an embedding poorly.
+_FEW_DIMENSIONS = 4
 
 
 class Projection(nn.Module):
-    r"""The map :math:`x \mapsto P (\bar x - m)`, with :math:`\bar x = x / \|x\|` if so chosen, from D to R features.
+    r"""Affine map :math:`x \mapsto P (\bar x - m)` from D to R features.
 
-    An embedding of zeros has no direction and becomes NaN, which the head refuses or flags. With ``least_length`` the
-    length is not lost: :math:`\log \|x\|` becomes one more feature beside the direction, from that length on; of zeros
-    the direction is then zero. ``shift`` is :math:`m` (D,), ``matrix`` is :math:`P` (R, D), each with a column for the
-    length where it counts. Computed in at least float32, whatever autocast and TF32 settings say.
+    Computes in at least float32, without autocast and TF32.
+
+    Args:
+        shift: The centre :math:`m` (D,).
+        matrix: The matrix :math:`P` (R, D).
+        unit_length: Whether :math:`\bar x = x / \|x\|`; otherwise :math:`\bar x = x`. An embedding of zeros has no
+            direction and becomes NaN, which the head rejects or flags.
+        least_length: With ``unit_length``, a lower bound of the length. :math:`\log \|x\|` then becomes one more
+            feature after the direction, and ``shift`` and ``matrix`` have one more column. An embedding of zeros has
+            the direction zero and the least length.
     """
 
     shift: Tensor
@@ -65,20 +72,22 @@ class Projection(nn.Module):
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or predict.")
+            raise TypeError(
+                f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
+            )
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
         dtype = torch.promote_types(x.dtype, self.shift.dtype)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype)
             if self.unit_length:
-                # A zero embedding has no direction: NaN marks it, so that it is refused and not taken for the mean.
-                # One whose length overflows would become zeros: it is marked as well. No gradient reaches either.
+                # A zero embedding has no direction. NaN marks the row; zeros would be taken for the mean. A row whose
+                # length overflows would become zeros and is marked too. No gradient reaches a marked row.
                 if self.least_length is None:
                     length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
-                    marked = (length == 0) | ~length.isfinite()
-                    x = torch.where(marked, 1.0, x)
-                    x = torch.where(marked, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
+                    invalid = (length == 0) | ~length.isfinite()
+                    x = torch.where(invalid, 1.0, x)
+                    x = torch.where(invalid, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
                 else:
                     length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
                     length = torch.where(length.isinf(), torch.nan, length)
@@ -91,6 +100,7 @@ class Projection(nn.Module):
 
 
 def _exact_product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Matrix product in full float32 precision, whatever the TF32 setting."""
     with torch_ops.full_precision(x):
         return x @ matrix.T
 
@@ -99,7 +109,7 @@ def _product_shape(x: Tensor, matrix: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], matrix.shape[0])
 
 
-# An operator, since a compiler cannot see through a change of settings.
+# A custom operator, because torch.compile cannot trace a change of global settings.
 _product = torch_ops.operator("exact_product(Tensor x, Tensor matrix) -> Tensor", _exact_product, _product_shape)
 torch_ops.differentiable("exact_product", lambda x, matrix, output, grad: (_product(grad, matrix.T), None))
 
@@ -112,11 +122,18 @@ def fit_projection(
     method: Method,
     dtype: torch.dtype = torch.float32,
 ) -> Projection:
-    """Learn the projection on at most ``dim`` directions of unit variance from labelled embeddings.
+    """Fit the projection on at most ``dim`` directions of unit variance to labelled embeddings.
 
-    ``"pca"`` keeps the directions of largest variance. ``"lda"`` keeps those in which the class means are farthest
-    apart relative to the spread within classes; there are at most C - 1 of them. ``"polar"`` keeps the direction of an
-    embedding and, as one more feature, the logarithm of its length.
+    Args:
+        x: The embeddings.
+        codes: The class of each embedding.
+        dim: Most directions to keep.
+        normalize: ``"l2"`` divides embeddings by their length. ``"standardize"`` divides features by their standard
+            deviation. ``"polar"`` keeps the direction of an embedding and, as one more feature, the logarithm of its
+            length.
+        method: ``"pca"`` keeps the directions of largest variance. ``"lda"`` keeps the directions in which the class
+            means are farthest apart relative to the spread within classes; there are at most C - 1.
+        dtype: Dtype of the projection.
     """
     least = float(np.finfo(np.float64).tiny)
     if normalize in ("l2", "polar"):
@@ -135,7 +152,7 @@ def fit_projection(
         centred = centred / unit
     rows = _principal(centred, dim) if method == "pca" else _discriminant(centred, codes, dim)
     rows = rows / np.sqrt(np.mean((centred @ rows.T) ** 2, axis=0))[:, None]
-    # Signs are arbitrary; the largest entry of each direction is made positive so that equal data give equal models.
+    # The sign of a direction is arbitrary: the largest entry is made positive, so that equal data give equal models.
     rows *= np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])[:, None]
     return Projection(
         torch.from_numpy(mean).to(dtype),
@@ -149,7 +166,7 @@ def _principal(centred: Float[Array, "N D"], dim: int) -> Float[Array, "R D"]:
     variance, vectors = np.linalg.eigh(centred.T @ centred / len(centred))
     variance, vectors = variance[::-1], vectors[:, ::-1]
     if variance[0] <= 0:
-        raise ValueError("The embeddings do not vary: all are the same point.")
+        raise ValueError("The embeddings do not vary: all are the same point. Check the encoder.")
     present = int(np.count_nonzero(variance > (_NOISE**2) * variance[0]))
     return vectors[:, : min(dim, present)].T
 
@@ -172,21 +189,52 @@ def _discriminant(centred: Float[Array, "N D"], codes: Int[Array, "N"], dim: int
 
 
 def default_dim(sizes: Int[Array, "C"], features: int) -> int:
-    r"""Dimensions to project on, :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` for the smallest class's n.
+    r"""Default dimension :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` of a projection; n is the smallest class size.
 
     >>> default_dim(np.array([100, 900]), 64)
     10
     """
-    return int(max(1, min(_MOST_DIMENSIONS, np.sqrt(sizes.min()), features)))
+    return int(max(1, min(_MAX_DIMENSIONS, np.sqrt(sizes.min()), features)))
 
 
-def warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> None:
-    """Say which classes have too few points for so many dimensions."""
+def choose_projection(data: TrainingSet, dim: int | None, normalize: Normalize, method: Method) -> Projection:
+    """Fit the projection of a trust head: choose or check the dimension, and check the class sizes.
+
+    Args:
+        data: The training embeddings with their classes.
+        dim: The dimension, or None for :func:`default_dim`.
+        normalize: See :func:`fit_projection`.
+        method: See :func:`fit_projection`.
+    """
+    sizes = np.bincount(data.codes)
+    features = data.points.shape[1]
+    if dim is None:
+        dim = default_dim(sizes, features)
+        if dim < min(_FEW_DIMENSIONS, features):
+            warnings.warn(
+                f"The smallest class has {sizes.min()} points, so embeddings are projected on {dim} dimensions. "
+                "Leave that class out, or choose dim.",
+                stacklevel=3,  # the caller of TrustHead.fit
+            )
+    elif count(dim, "dim", least=1) > features:
+        raise ValueError(f"dim={dim} is more than the {features} features of the embeddings; choose a smaller dim.")
+    if normalize == "l2" and not np.any(data.points, axis=1).all():
+        raise ValueError("Some embeddings are all zeros and have no direction; drop them, or choose normalize=None.")
+    projection = fit_projection(data.points, data.codes, dim, normalize, method)
+    dim = len(projection.matrix)
+    if sizes.max() < dim:
+        raise ValueError(f"No class has {dim} points, one for each dimension; choose dim <= {sizes.max()}.")
+    _warn_of_small_classes(sizes, dim, data.classes)
+    return projection
+
+
+def _warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> None:
+    """Warn of the classes that have too few points for the dimension."""
     small = [label for label, size in zip(classes.tolist(), sizes.tolist(), strict=True) if size < 2 * dim]
     if small:
         shown = ", ".join(map(repr, small[:5])) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         warnings.warn(
             f"{len(small)} classes have fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
             "points will stay isolated; choose a smaller dim or add data.",
-            stacklevel=3,
+            stacklevel=4,  # the caller of TrustHead.fit
         )

@@ -1,19 +1,20 @@
-r"""A trust head for the embeddings of a neural network: normalise, project, partition, freeze.
+r"""Trust head for the embeddings of a neural network: normalise, project, partition, calibrate.
 
 ::
 
     head = TrustHead.fit(embeddings, labels)        # arrays or tensors, or a DataLoader and the encoder
     head.calibrate(held_out, their_labels, their_logits)
     out = head(encoder(x), logits=classifier(encoder(x)))
-    out.network_trust                               # the paper's trust: which training points vouch for the label
-    out.confidence, out.joint, out.accept           # the probability that it is right; right and known; good enough?
+    out.network_trust                               # the paper's trust: share of training points that support the label
+    out.confidence                                  # probability that the label is right
+    out.joint, out.accept                           # probability that it is right and the point known; accept or not
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, get_args
 
 import numpy as np
@@ -25,11 +26,12 @@ from sepc_torch.data.arrays import check_choice, count, float64_device, numeric_
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Acceptance, Calibrated, Calibration
+from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
-from sepc_torch.head.embeddings import gather
+from sepc_torch.head.embeddings import collect_embeddings
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.projection import Method, Normalize, Projection, default_dim, fit_projection, warn_of_small_classes
+from sepc_torch.head.projection import Method, Normalize, Projection, choose_projection
 from sepc_torch.model.buffers import at_least_float32, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation
@@ -37,21 +39,22 @@ from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_with
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.shapes import Bool, Int
 
-# Training points kept to measure how near the next one is, and how many numbers that may be: 32 MiB.
-_WITNESSES = 16384
-_WITNESS_NUMBERS = 2**23
-# Ordinary points that a freshly calibrated head refuses.
+# Default number of reference points, and a bound of their coordinates: 2**23 float32 values are 32 MiB.
+_REFERENCE_POINTS = 16384
+_REFERENCE_COORDINATES = 2**23
+# Share of in-distribution points that a newly calibrated head flags.
 _FLAG_RATE = 0.05
-# The share of calibration points that may lie on training points by chance: some data sets repeat themselves.
-_MOST_TWINS = 0.5
-# Calibration points that can be split in two halves which still say something.
+# Least number of calibration points: both halves of the split need enough points to fit and to rank.
 LEAST_CALIBRATION = 20
-# Fewer than this are hardly a picture of an embedding; it is said when a tiny class is the reason.
-_FEW_DIMENSIONS = 4
 
 
 class TrustHead(nn.Module):
-    """SEP-C on projected embeddings, with the labels of a network judged beside its own.
+    """SEP-C classifier on projected embeddings that also assesses the labels of a network.
+
+    Args:
+        projection: Projection from embeddings to the coordinates of the partition.
+        sepc: The frozen SEP-C classifier on projected embeddings.
+        evidence: Class densities and reference points, or None for a head that cannot be calibrated.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -62,7 +65,7 @@ class TrustHead(nn.Module):
     >>> out.network_label.tolist(), (out.network_trust > 0.5).tolist()
     ([0, 1], [True, False])
 
-    Calibrated on other points, it accepts what is ordinary and likely to be right:
+    A calibrated head accepts points of the calibration distribution whose labels are likely to be right:
 
     >>> held = rng.normal(size=(400, 16)) + 3.0 * labels[:, None]
     >>> head.calibrate(held, labels).accept_at(flag_rate=0.1)
@@ -76,7 +79,7 @@ class TrustHead(nn.Module):
         self.projection = projection
         self.sepc = sepc
         self.evidence = evidence
-        self.calibration = None if evidence is None else Calibration(evidence.names, evidence.kinds)
+        self.calibration = None if evidence is None else Calibration(evidence.support_names, evidence.score_count)
 
     @classmethod
     def fit(
@@ -91,79 +94,68 @@ class TrustHead(nn.Module):
         max_impure: int | None = None,
         nearest: Nearest = "mahalanobis",
         nan_policy: NanPolicy = "raise",
-        witnesses: int | None = None,
+        reference_points: int | None = None,
         floor: float = DEFAULT_FLOOR,
         solver: str = "native",
         n_jobs: int | None = None,
         progress: Choice = "auto",
         classes: Any = None,
         device: torch.device | str | None = None,
+        witnesses: int | None = None,
     ) -> TrustHead:
         r"""Fit a head to labelled embeddings.
 
         Args:
             embeddings: (N, D) array or tensor on any device; or an iterable of batches ``(inputs, labels)`` such as a
-                ``DataLoader``, with ``encoder`` to turn inputs into embeddings.
-            labels: (N,) labels; not with an iterable of batches, which brings its own.
-            encoder: The network up to its embedding; run without gradients, in evaluation mode, where it was.
-            dim: Dimensions to project on. By default :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` for the smallest
-                class's :math:`n`: an ellipsoid in :math:`r` dimensions leans on about :math:`r^2 / 2` points, and
-                should have more.
-            normalize: ``"l2"`` puts embeddings on the unit sphere, which helps distances on most networks;
-                ``"standardize"`` divides features by their standard deviation; ``None`` takes them as they are.
+                ``DataLoader``, together with ``encoder``.
+            labels: (N,) labels; None with an iterable of batches.
+            encoder: The network from inputs to embeddings. It runs without gradients, in evaluation mode, on its own
+                device.
+            dim: Dimension of the projection. By default :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` for :math:`n`
+                points in the smallest class: an ellipsoid in :math:`r` dimensions has about :math:`r^2 / 2`
+                parameters and should have more points.
+            normalize: ``"l2"`` scales embeddings to unit length, which improves distances for most networks;
+                ``"standardize"`` divides features by their standard deviation; ``None`` leaves embeddings unchanged.
             projection: ``"pca"``, or ``"lda"`` to use the labels.
-            max_impure: Foreign points an ellipsoid may hold. By default one in a hundred of the median class, at
-                least 2.
-            nearest: How points outside every ellipsoid find the nearest; see :meth:`SEPC.from_partition`.
-            nan_policy: ``"raise"`` or ``"flag"`` embeddings that hold NaN or, with ``"l2"``, nothing but zeros, and
-                logits that hold NaN. Flagged rows get the label -1, no trust and no confidence, and are not accepted;
-                see :class:`~sepc_torch.HeadPrediction`. Compiled and in a CUDA graph every policy flags.
-            witnesses: How many training embeddings the head keeps, at most, to measure the distance to the nearest; by
-                default 16 384, fewer above 512 features; of every class at least one. With 0 it keeps none, and
-                confidence and strangeness rest on the regions alone.
+            max_impure: Most points of other classes in an ellipsoid. By default 1 % of the size of the median class,
+                and at least 2.
+            nearest: The distance that finds the nearest ellipsoid of a point outside every ellipsoid; see
+                :meth:`SEPC.from_partition`.
+            nan_policy: ``"raise"`` or ``"flag"`` for embeddings that hold NaN or, with ``"l2"``, only zeros, and for
+                logits that hold NaN. Flagged rows have the label -1, no trust and no confidence, and are not accepted;
+                see :class:`~sepc_torch.HeadPrediction`. Compiled code and CUDA graphs flag under either policy.
+            reference_points: Most training embeddings to keep for the distance to the nearest one; at least one per
+                class. By default 16 384, and fewer above 512 features. With 0 the head keeps none, and confidence and
+                nonconformity score depend on the class densities only.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
-            n_jobs: Processes, as in joblib.
-            progress: ``"auto"`` shows a bar on a terminal for long fits.
+            n_jobs: Number of processes, as in joblib.
+            progress: ``"auto"`` shows a progress bar on a terminal for long fits.
             classes: The labels in the order of the network's logits; by default sorted.
-            device: Where to measure training points against all the ellipsoids; see
-                :func:`~sepc_torch.partition`. The head itself is made on the CPU, :meth:`~torch.nn.Module.to` moves it.
+            device: Device that computes distances of training points to ellipsoids; see
+                :func:`~sepc_torch.partition`. The fitted head is on the CPU; :meth:`~torch.nn.Module.to` moves it.
+            witnesses: Deprecated name of ``reference_points``.
         """
-        from sepc_torch.partitioning.fit import partition  # a frozen head runs where the offline half is not installed
+        from sepc_torch.partitioning.fit import partition  # imported here: a frozen head runs without the solvers
 
         if normalize not in ("l2", "standardize", None):
             raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
         check_choice("projection", projection, get_args(Method))
         if witnesses is not None:
-            count(witnesses, "witnesses")
+            if reference_points is not None:
+                raise ValueError("Pass reference_points only; witnesses is its deprecated name.")
+            warnings.warn("witnesses is deprecated; use reference_points.", DeprecationWarning, stacklevel=2)
+            reference_points = witnesses
+        if reference_points is not None:
+            count(reference_points, "reference_points")
         if device is not None:
             device = float64_device(device)
-        embeddings, labels = gather(embeddings, labels, encoder)
+        embeddings, labels = collect_embeddings(embeddings, labels, encoder)
         data = training_set(embeddings, labels, classes, least_per_class=1)
-        sizes = np.bincount(data.codes)
-        features = data.points.shape[1]
-        if dim is None:
-            dim = default_dim(sizes, features)
-            if dim < min(_FEW_DIMENSIONS, features):
-                warnings.warn(
-                    f"The smallest class has {sizes.min()} points, so embeddings are projected on {dim} dimensions. "
-                    "Leave that class out, or choose dim.",
-                    stacklevel=2,
-                )
-        elif count(dim, "dim", least=1) > features:
-            raise ValueError(f"dim={dim} is more than the {features} features of the embeddings.")
-        max_impure = max(2, round(float(np.median(sizes)) / 100)) if max_impure is None else max_impure
-        if normalize == "l2" and not np.any(data.points, axis=1).all():
-            raise ValueError(
-                "Some embeddings are all zeros and have no direction; drop them, or choose normalize=None."
-            )
-        project = fit_projection(data.points, data.codes, dim, normalize, projection)
-        if sizes.max() < len(project.matrix):
-            raise ValueError(
-                f"No class has {len(project.matrix)} points, one per dimension; choose dim <= {sizes.max()}."
-            )
-        warn_of_small_classes(sizes, len(project.matrix), data.classes)
-        # In the arithmetic in which the head will see embeddings again, so that training points land where they were.
+        project = choose_projection(data, dim, normalize, projection)
+        if max_impure is None:
+            max_impure = max(2, round(float(np.median(np.bincount(data.codes))) / 100))
+        # Project in float32, as the head does in inference, so that training points keep their exact coordinates.
         points = project(torch.from_numpy(data.points).float()).double().numpy()
         part = partition(
             points,
@@ -179,14 +171,14 @@ class TrustHead(nn.Module):
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-        if witnesses is None:
-            witnesses = min(_WITNESSES, _WITNESS_NUMBERS // features)
+        if reference_points is None:
+            reference_points = min(_REFERENCE_POINTS, _REFERENCE_COORDINATES // data.points.shape[1])
         pieces = pieces_of(part, points, data.codes, device)
-        return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, witnesses))
+        return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, reference_points))
 
     @property
     def classes(self) -> list[Any]:
-        """The labels, in the order of indices."""
+        """The labels, in the order of the class indices."""
         return self.sepc.classes
 
     @property
@@ -195,135 +187,130 @@ class TrustHead(nn.Module):
         return self.projection.in_features
 
     def forward(self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> HeadPrediction:
-        """Judge a batch of embeddings (B, D), and the network's labels for them where given as logits or as indices.
+        """Predict a batch of embeddings (B, D), and assess the network's labels for them.
 
-        On CUDA nothing waits for the device with ``nan_policy="flag"`` and ``nearest="mahalanobis"``, so a CUDA graph
-        can hold the call. To raise, values must be looked at, and ``labels`` always are: those wait.
+        With ``nan_policy="flag"`` and ``nearest="mahalanobis"`` the call does not synchronise with a CUDA device, so a
+        CUDA graph can record it. ``nan_policy="raise"`` and ``labels`` are checked by value and synchronise.
+
+        Args:
+            z: The embeddings.
+            logits: The network's logits (B, C), or None.
+            labels: The network's labels as indices (B,) into ``classes``, or None. Pass at most one of ``logits`` and
+                ``labels``.
         """
         if logits is not None and labels is not None:
-            raise ValueError("Give logits or labels, not both: each says what the network predicted.")
+            raise ValueError("Pass logits or labels, not both: each gives the network's prediction.")
         points = self.projection(z)
         if logits is None:
             own, given = self.sepc.judge(points, labels)
         else:
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
-            # The index of a maximum is that of a class, even where it is NaN; such rows are refused below.
+            # argmax returns a valid class index even for rows with NaN; these rows are masked below.
             own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
-            silent = rows_without_prediction(logits)
-            if self.sepc.nan_policy == "raise" and can_synchronize(silent):
+            missing = rows_without_prediction(logits)
+            if self.sepc.nan_policy == "raise" and can_synchronize(missing):
                 refuse_rows_without_prediction(
-                    silent, "Drop those rows, or fit the head with nan_policy='flag', which refuses them."
+                    missing, "Drop those rows, or fit the head with nan_policy='flag', which gives them the label -1."
                 )
             given = given._replace(
-                label=torch.where(silent, -1, given.label),
-                trust=torch.where(silent, 0.0, given.trust),
-                margin=torch.where(silent, torch.nan, given.margin),
+                label=torch.where(missing, -1, given.label),
+                trust=torch.where(missing, 0.0, given.trust),
+                margin=torch.where(missing, torch.nan, given.margin),
             )
         calibrated = self._calibrated(z, given.label, own.label < 0, logits, own=logits is None and labels is None)
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
 
     def _calibrated(
-        self, z: Tensor, label: Int[Tensor, "B"], bad: Bool[Tensor, "B"], logits: Tensor | None, *, own: bool
+        self, z: Tensor, label: Int[Tensor, "B"], invalid: Bool[Tensor, "B"], logits: Tensor | None, *, own: bool
     ) -> Calibrated:
-        """What evidence and calibration say of labels; where there is none, or no distance, nothing good."""
+        """Return the calibrated values of labels; rows without a label or with an invalid embedding are refused."""
         if self.evidence is None or self.calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
-            return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(bad))
+            return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(invalid))
         if logits is not None and self.calibration.without_logits and not torch.compiler.is_compiling():
             warnings.warn(
-                "This head was calibrated without logits and knows nothing of the network's labels: their confidence "
-                "and joint score are NaN, and none is accepted. Calibrate with logits, or judge without them.",
-                stacklevel=5,  # torch's call of a module stands between
+                "This head was calibrated without logits, so the network's labels have no calibration: their "
+                "confidence and joint score are NaN, and none is accepted. Calibrate with logits, or call the head "
+                "without logits.",
+                stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         index = label.clamp_min(0)
-        facts = self.evidence(z, index)
-        bad = bad | facts.support.isnan().any(dim=1)
-        facts = facts._replace(strangeness=torch.where(bad[:, None], torch.nan, facts.strangeness))
-        found = self.calibration(facts, index, logits, own=own)
-        refused = bad | (label < 0)
-        return found._replace(
-            confidence=torch.where(refused, 0.0, found.confidence),
-            class_p_value=torch.where(refused & ~bad, torch.nan, found.class_p_value),
-            joint=torch.where(refused, 0.0, found.joint),
-            accept=found.accept & ~refused,
+        values = self.evidence(z, index)
+        invalid = invalid | values.support.isnan().any(dim=1)
+        values = values._replace(nonconformity=torch.where(invalid[:, None], torch.nan, values.nonconformity))
+        calibrated = self.calibration(values, index, logits, own=own)
+        refused = invalid | (label < 0)
+        return calibrated._replace(
+            confidence=torch.where(refused, 0.0, calibrated.confidence),
+            class_p_value=torch.where(refused & ~invalid, torch.nan, calibrated.class_p_value),
+            joint=torch.where(refused, 0.0, calibrated.joint),
+            accept=calibrated.accept & ~refused,
         )
 
     def warmup(self, *rows: int) -> float:
-        """Judge random embeddings, so that the first request finds kernels compiled and memory taken.
+        """Run the head on random embeddings, so that kernels are compiled and memory is allocated before first use.
 
         Args:
-            *rows: The sizes of batches to expect; by default 1 and 4096, on CUDA also 32 768. Each is judged with and
-                without logits.
+            *rows: Expected batch sizes; by default 1 and 4096, on CUDA also 32 768. Each runs with and without logits.
 
         Returns:
-            The seconds it took, up to the end of all work on the device.
+            The elapsed seconds, including all work on the device.
 
         >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
         >>> head.warmup(1, 64) > 0.0
         True
         """
 
-        def judge(z: Tensor) -> None:
+        def run(z: Tensor) -> None:
             self(z)
             if self.calibration is None or not self.calibration.without_logits:
                 self(z, logits=z.new_zeros(z.shape[0], len(self.classes)))
 
-        return warm_up(judge, self.projection.matrix.new_empty(0, self.in_features), rows)
+        return warm_up(run, self.projection.matrix.new_empty(0, self.in_features), rows)
 
-    @torch.inference_mode(False)  # what is made here is kept, and loaded into later
+    @torch.inference_mode(False)  # the new buffers outlive the call, and load_state_dict writes to them
     @torch.no_grad()
     def calibrate(
-        self, embeddings: Any, labels: Any, logits: Any = None, *, hold_out: float = 0.5, seed: int = 0
+        self,
+        embeddings: Any,
+        labels: Any,
+        logits: Any = None,
+        *,
+        rank_fraction: float = 0.5,
+        seed: int = 0,
+        hold_out: float | None = None,
     ) -> TrustHead:
-        """Learn how far to believe labels, from points that neither the network nor the head was fitted on.
+        """Calibrate the head with points that neither the network nor the head was fitted on.
 
-        After it :attr:`HeadPrediction.confidence` is a probability, there are p-values and joint scores, and the head
-        accepts all but one ordinary point in twenty; :meth:`accept_at` chooses otherwise.
+        After calibration :attr:`HeadPrediction.confidence` is a probability, p-values and joint scores are defined, and
+        the head accepts on average at least 95 % of the points of the calibration distribution. :meth:`accept_at`
+        changes the threshold.
 
         Args:
-            embeddings: (M, D) of at least 20 points, drawn like those to be judged.
-            labels: Their true labels (M,).
-            logits: The network's logits (M, C). Without them the head's own labels are judged, and softmax is not used.
-            hold_out: The share of the points that is only ranked, for p-values and thresholds; the others fit the joint
-                score. The promises hold because no point does both.
-            seed: For the choice of those.
+            embeddings: (M, D) embeddings of at least 20 points, from the distribution of the points to assess.
+            labels: The true labels (M,).
+            logits: The network's logits (M, C). Without logits only the head's own labels are calibrated, and softmax
+                is not used.
+            rank_fraction: The share of the points that are only ranked, for p-values and thresholds; the other points
+                fit the joint score. The guarantees hold because no point does both.
+            seed: Seed of the random choice of the ranked points.
+            hold_out: Deprecated name of ``rank_fraction``.
         """
         if self.evidence is None or self.calibration is None:
             raise RuntimeError("This head has no evidence to calibrate; make it with TrustHead.fit.")
-        hold_out, seed = check_share(hold_out, "hold_out"), count(seed, "seed")
+        if hold_out is not None:
+            # Two frames of the decorators lie between this method and its caller.
+            warnings.warn("hold_out is deprecated; use rank_fraction.", DeprecationWarning, stacklevel=4)
+            rank_fraction = hold_out
+        rank_fraction, seed = check_share(rank_fraction, "rank_fraction"), count(seed, "seed")
         z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
-            raise ValueError(f"{len(z)} points are too few to calibrate with; give at least {LEAST_CALIBRATION}.")
+            raise ValueError(f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
-        measured = self.evidence.measure(z)
-        facts = {"own": self.evidence.judge(measured, own.clamp_min(0))}
-        bad = (own < 0) | facts["own"].support.isnan().any(dim=1)
-        if bool(bad.any()):
-            raise ValueError(
-                f"Row {int(bad.nonzero()[0])} of embeddings has no direction; leave it out. The promises then hold for "
-                "embeddings that have one."
-            )
-        if measured.near is not None and float((measured.near.amin(dim=1) == 0).double().mean()) > _MOST_TWINS:
-            warnings.warn(
-                "Most calibration points are training points of the head: everything new will seem strange. Calibrate "
-                "with points that neither the network nor the head was fitted on.",
-                stacklevel=4,  # two decorators stand between
-            )
-        right = {"own": own == codes}
-        if logits is not None:
-            # NumPy takes lists and tables too; -inf, which masks a class, is allowed.
-            given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
-            logits = given.to(z.device)
-            check_logits(logits, (len(z), len(self.classes)), z.device)
-            refuse_rows_without_prediction(
-                rows_without_prediction(logits), "Leave those rows out: nothing can be learnt from them."
-            )
-            label = logits.argmax(dim=1)
-            facts["network"] = self.evidence.judge(measured, label)
-            right["network"] = label == codes
-        calibration = Calibration(self.evidence.names, self.evidence.kinds)
-        calibration.fit(facts, right, codes, len(self.classes), hold_out, seed, logits)
+        data = calibration_set(self.evidence, z, codes, own, logits, len(self.classes))
+        calibration = Calibration(self.evidence.support_names, self.evidence.score_count)
+        calibration.fit(data.values, data.right, codes, len(self.classes), rank_fraction, seed, data.logits)
         self.calibration = calibration.to(z.device)
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
@@ -331,47 +318,48 @@ class TrustHead(nn.Module):
     def accept_at(
         self, *, risk: float | None = None, delta: float = 0.05, flag_rate: float | None = None
     ) -> Acceptance:
-        """Set which labels the head accepts, with a promise that holds for every sample size.
+        """Set the acceptance threshold, with a guarantee for every sample size. Pass ``risk`` or ``flag_rate``.
 
         Args:
-            risk: The share of wrong labels among the accepted that is allowed, kept with probability 1 - ``delta``
-                over the calibration points. Where no threshold qualifies nothing is accepted, and ``found`` says so.
-            delta: The probability that the promise about risk may fail.
-            flag_rate: Instead, the share of ordinary points that may be refused, on average over calibrations.
+            risk: The allowed share of wrong labels among the accepted ones. It holds with probability 1 - ``delta``
+                over the calibration points. If no threshold qualifies, nothing is accepted and ``found`` is False.
+            delta: The allowed probability that the guarantee of ``risk`` fails.
+            flag_rate: The share of points of the calibration distribution that may be refused, on average over
+                calibration sets.
 
         Returns:
-            The threshold and what it does to the calibration points that were held out. It judges the network's labels
-            where logits were given to :meth:`calibrate`, else the head's own. Labels that a calibration says nothing
-            about are never accepted: those given as ``labels=``, and the network's after a calibration without logits.
+            The threshold with its coverage and error on the ranked calibration points: for the network's labels if
+            :meth:`calibrate` had logits, otherwise for the head's own labels. Labels without a calibration are never
+            accepted: labels passed as ``labels=``, and the network's labels after a calibration without logits.
         """
         if self.calibration is None or not self.calibration.done:
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
         if (risk is None) == (flag_rate is None):
-            raise ValueError("Give risk or flag_rate, one of them.")
+            raise ValueError("Pass exactly one of risk and flag_rate.")
         own = self.calibration.own.accept(risk, delta, flag_rate)
         return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
 
     @torch.no_grad()
     def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
-        """Say why, in terms of the projected features; see :meth:`SEPC.explain`."""
+        """Explain predictions in terms of the projected features; see :meth:`SEPC.explain`."""
         points = self.sepc.as_tensor(z)
         projected = self.projection(points if points.dim() == 2 else points.unsqueeze(0))
         return self.sepc.explain(projected if points.dim() == 2 else projected[0], i)
 
     @torch.no_grad()
     def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """The head's own labels, as a NumPy array of the user's labels."""
+        """Return the head's own predictions as a NumPy array of the user's labels."""
         return self.sepc.predict(self.projection(self.sepc.as_tensor(z)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the head to a safetensors file: no pickle, and no training point but the witnesses."""
+        """Write the head to a safetensors file, without pickle; the only training points in it are reference points."""
         state = self.state_dict()
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
         files.write(path, "trust_head", arrays, {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrustHead:
-        """Read a head that :meth:`save` wrote, onto a device."""
+        """Load a head that :meth:`save` wrote, onto a device."""
         where = usable_device(device)
         arrays, metadata = files.read(path, "trust_head")
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -392,16 +380,18 @@ class TrustHead(nn.Module):
         return head.to(where)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Options that no buffer holds."""
+        """Return the options that are not buffers."""
         return {"unit_length": self.projection.unit_length}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the options."""
+        """Restore the options."""
         self.projection.unit_length = bool(state["unit_length"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[files.current_name(name)] = state_dict.pop(name)
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

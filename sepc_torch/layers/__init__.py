@@ -1,4 +1,4 @@
-r"""Differentiable refits: ellipsoids and reduced hulls whose gradient reaches the points that they were fitted to.
+r"""Differentiable layers: minimum-volume ellipsoids and closest points of reduced hulls, with gradients in the points.
 
 ::
 
@@ -6,18 +6,26 @@ r"""Differentiable refits: ellipsoids and reduced hulls whose gradient reaches t
     e = layer(z)                                  # z (M, D) or (B, M, D); e.center, e.whitener, e.log_volume(), ...
     loss = EllipsoidLoss(classes=10, features=8)  # for a training step: loss(embeddings, labels)
 
-Where the line to the offline solver is. There is one algorithm for the minimum-volume ellipsoid in this package, the
-dual interior point of :mod:`sepc_torch.solvers`, and the layer ends where it ends. On the CPU the layer calls that
-solver's design for every set, working sets and elimination included (``implicit``). What the offline solver does not
-have is here: the crossover that takes its answer from a gap of 1e-9 to rounding, without which a gradient has half the
-digits (``interior.crossover``); the derivative (``implicit``); and the same Newton system and step rule over a batch of
-tensors (``interior.interior_point``), for GPUs, where sets one by one would leave the machine idle, and for the
-smoothed and floored programs, which need every point at once (``forms`` holds the dual that they share; ``balls`` the
-case that a ball of the floor's radius covers everything). Certificates
-are taken anew from the result: no point outside, every point that carries weight on the surface.
+The package solves the minimum-volume ellipsoid, program (2), with two interior-point methods:
 
-``stated`` states program (2), and ``hulls`` program (4), in cvxpy with the points as parameters, for cvxpylayers (extra
-``layers``); nothing else here imports it.
+- :mod:`sepc_torch.solvers.interior_point` is written in NumPy. It solves one set at a time, on working sets, which is
+  fast for large sets. The offline functions use it. The layer uses it on the CPU without floor and smoothing.
+- :mod:`sepc_torch.layers.interior_point` is written in torch. It solves a batch of sets at once. The layer uses it on
+  GPUs, for the smoothed program, for the floored program, and for sets that the other method does not solve.
+
+Both are Mehrotra's predictor-corrector method on the same dual. Without smoothing, the layer then runs a crossover:
+Newton's method on the active set takes the multipliers from a gap of 1e-9 or less to rounding. Without the crossover a
+gradient would have half the digits. A certificate is computed from the final multipliers: no point is outside, and
+every point with positive weight is on the surface. ``dual`` holds the dual and its derivatives, ``implicit`` the
+derivative of its solution, ``native`` the whitening of the points and the ellipsoids, and ``balls`` the special case of
+sets that a ball of the floor's radius covers.
+
+The package also states program (2) in cvxpy twice. :mod:`sepc_torch.solvers.programs.minimum_volume` states it with
+constant points, generated constraints and an optional floor, for any cvxpy solver. ``cvxpylayers_backend`` states it
+with the points as parameters, because cvxpylayers differentiates with respect to parameters. Program (4), the closest
+points of reduced hulls, has one statement of weights and constraints, in
+:mod:`sepc_torch.solvers.programs.reduced_hull`. :class:`RCHLayer` gives it the points as parameters. cvxpylayers is an
+optional dependency (extra ``layers``), imported only by the code that needs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-r"""Sets that a ball of the floor's radius covers: there the ball is the ellipsoid, and only its centre is in question.
+r"""Sets that a ball of the floor's radius covers: find them, and differentiate the analytic centre of the ball.
 
-Any centre from which no point is farther than 1 (in units of the floor) gives the least volume, and every multiplier of
-program (2) is zero. The limit of the path of centres, which is what the barrier finds elsewhere, is the analytic centre
+Lengths are in units of the floor, so that the ball has radius 1. Every centre within distance 1 of all points gives the
+least volume, and every multiplier of program (2) is zero. The layer returns the limit of the central path, the analytic
+centre
 
-.. math:: \max_c\ \sum_i \log(1 - \|y_i - c\|^2), \qquad \sum_i w_i (y_i - c) = 0,\quad w_i = 1 / (1 - \|y_i - c\|^2),
+.. math:: \max_c\ \sum_i \log(1 - \|y_i - c\|^2), \qquad \sum_i w_i (y_i - c) = 0,\quad w_i = 1 / (1 - \|y_i - c\|^2).
 
-a smooth function of the points that joins the centre of the smallest ball where the floor begins to matter. It is a
-problem in D unknowns, where the multipliers are M: a step costs M D^2, not M^3.
+The analytic centre is a smooth function of the points. It joins the centre of the smallest ball continuously where the
+floor begins to matter. The problem has D unknowns instead of M multipliers: a step costs M D^2 instead of M^3.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from torch import Tensor
 from sepc_torch.layers.implicit import OnlyOnce
 from sepc_torch.shapes import Bool, Float
 
-# Sets with less room than this between the farthest point and the surface go to the general method, whose active set
-# is then well determined; weights of up to 1e9 are as much as the square roots of float64 resolve.
+# Sets with less room than this between the farthest point and the surface go to the general method, whose active set is
+# then well determined. Weights w_i of up to 1e9 are the most that the square root of float64's precision resolves.
 _ROOM = 1e-9
-# The sharpness of the soft maximum grows fourfold after each three Newton steps, from that of the mean to one whose
-# error, log(M) / sharpness, is below the room: 4^17 = 1.7e10.
+# The smallest ball minimises a soft maximum of the squared distances. Its sharpness grows fourfold after every three
+# Newton steps until its error, log(M) / sharpness, is about the room: 4^17 = 1.7e10.
 _STAGES = 18
 _STEPS = 3
 _GROWTH = 4.0
-# Newton's method for the analytic centre takes some ten steps; the quadratic phase starts at a decrement of 1/4.
+# Limit on the Newton steps for the analytic centre, which takes about ten. Below a decrement of 1/4 convergence is
+# quadratic and needs no line search.
 _CENTRING_STEPS = 100
 _QUADRATIC = 0.25
 _CENTRED = 1e-8
@@ -37,7 +39,10 @@ _HALVINGS = 40
 
 @torch.no_grad()
 def covered(y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> tuple[Bool[Tensor, "B"], Float[Tensor, "B D"]]:
-    """Which sets a ball of radius 1 covers with room to spare, and their analytic centres (anything for the others)."""
+    """Find the sets that a ball of radius 1 covers with room to spare, and their analytic centres.
+
+    The centres of the other sets are undefined.
+    """
     center = torch.where(mask.unsqueeze(-1), y, 0.0).sum(-2) / mask.sum(-1, keepdim=True).clamp_min(1)
     found = torch.zeros_like(mask[:, 0])
     open_sets = torch.arange(len(y), device=y.device)
@@ -49,7 +54,7 @@ def covered(y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> tuple[Bool[
         offsets = inner - here.unsqueeze(-2)
         mean = (p.unsqueeze(-2) @ offsets).squeeze(-2)
         inside = h.amax(-1) <= 1 - _ROOM
-        # Any weights p bound the squared radius of the smallest ball from below, by their variance.
+        # For any weights p, the variance of the points is a lower bound of the squared radius of the smallest ball.
         outside = (p * h).sum(-1) - mean.square().sum(-1) > 1
         found[open_sets[inside]] = True
         center[open_sets] = here
@@ -76,7 +81,7 @@ def covered(y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> tuple[Bool[
 def _squares(
     y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], center: Float[Tensor, "B D"]
 ) -> Float[Tensor, "B M"]:
-    """The squared distances to the centre, zero where the mask is off."""
+    """The squared distances to the centre, zero for masked points."""
     return torch.where(mask, (y - center.unsqueeze(-2)).square().sum(-1), 0.0)
 
 
@@ -85,7 +90,7 @@ def _solved(matrix: Float[Tensor, "B D D"], vector: Float[Tensor, "B D"]) -> Flo
 
 
 def _descended(value: Any, here: Float[Tensor, "B D"], towards: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
-    """As far along the step, halved as often as needed, as the value falls; where it does not, the step is not made."""
+    """Backtracking line search: halve each step until the value does not rise; make no step if it always rises."""
     before = value(here)
     share = torch.ones_like(before)
     for _ in range(_HALVINGS):
@@ -99,7 +104,7 @@ def _descended(value: Any, here: Float[Tensor, "B D"], towards: Float[Tensor, "B
 def _analytic_centers(
     y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], center: Float[Tensor, "B D"]
 ) -> tuple[Float[Tensor, "B D"], Bool[Tensor, "B"]]:
-    """Newton's method from centres of covering balls, and where it arrives."""
+    """Newton's method for the analytic centres from centres of covering balls, and the sets that converged."""
 
     def barrier(at: Tensor) -> Tensor:
         room = 1 - _squares(y, mask, at)
@@ -110,13 +115,13 @@ def _analytic_centers(
         curvature, weighted = _curvature(y, mask, center)
         towards = _solved(curvature, weighted.sum(-2))
         decrement = (2 * (weighted.sum(-2) * towards).sum(-1)).clamp_min(0).sqrt()
-        # The barrier is self-concordant: below a decrement of 1 the whole step stays inside, and where rounding hides
-        # the fall of the barrier no search is needed.
+        # The barrier is self-concordant: below a decrement of 1 the full step stays feasible. Near the optimum the line
+        # search is left out, because rounding hides the decrease of the barrier.
         near = (decrement <= _QUADRATIC).unsqueeze(-1)
         center = torch.where(
             near, center + towards, center if bool(near.all()) else _descended(barrier, center, towards)
         )
-        # The step from here squares the decrement, to below rounding.
+        # The step just made squares the decrement, to below rounding.
         arrived = decrement <= _CENTRED
         if bool(arrived.all()):
             break
@@ -140,19 +145,19 @@ class BallCenters(torch.autograd.Function):
     def forward(
         ctx: Any, y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], center: Float[Tensor, "B D"]
     ) -> Float[Tensor, "B D"]:
-        """The centres as found."""
+        """Return the given centres."""
         ctx.save_for_backward(y, mask, center)
         return center.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient by the implicit function theorem; once."""
+        """Return the gradient by the implicit function theorem; it cannot be differentiated again."""
         y, mask, center = ctx.saved_tensors
         with torch.no_grad():
             curvature, weighted = _curvature(y, mask, center)
             solved = _solved(curvature, grads[0]).unsqueeze(-1)
             weights = torch.where(mask, 1 / (1 - _squares(y, mask, center)), 0.0).unsqueeze(-1)
             gradient = weights * solved.mT + 2 * weighted * (weighted @ solved)
-        if torch.is_grad_enabled():  # create_graph=True: somebody may ask for the gradient of the gradient
+        if torch.is_grad_enabled():  # create_graph=True: the caller may differentiate again
             gradient = OnlyOnce.apply(gradient, grads[0], y)  # type: ignore[no-untyped-call]
         return gradient, None, None

@@ -1,15 +1,16 @@
-r"""The covering program through cvxpylayers: program (2) of the paper, with the points as parameters.
+r"""The cvxpylayers backend of :class:`~sepc_torch.MVELayer`: program (2) in cvxpy with the points as parameters.
 
 .. math:: \max_{F, b}\ \sum_k \log F_{kk} \quad\text{s.t.}\quad \|F y_i - b\| \le 1, \qquad F\ \text{upper triangular}
 
-An ellipsoid has one such factor just as it has one symmetric one. With it the program has no matrix cone, which makes
-it up to 13 times faster, its gradients up to 100 times more accurate, and keeps clear of a fault of diffcp 1.1.9:
-there, Clarabel's duals of matrix cones come back permuted, and gradients are wrong without a word. The points are
-whitened first, by a map that counts as constant; sets are filled up to one size with points at their centroid, which
-are strictly inside and change nothing.
+An ellipsoid has exactly one such triangular factor, as it has exactly one symmetric factor. The triangular form needs
+no matrix cone, so that solving is faster and gradients are more accurate. It also avoids a fault of diffcp 1.1.9, which
+permutes Clarabel's duals of matrix cones and then returns wrong gradients without an error. The points are whitened
+first by a map that counts as constant for gradients. Sets are padded to one size with points at their centroid, which
+are strictly inside and have no effect.
 
-``CvxpyLayer`` objects are never registered as submodules: their sparse buffers break copies, distributed training and
-state dicts. They live in a cache of the thread, one for each size, because a call writes into them.
+``CvxpyLayer`` objects are not registered as submodules: their sparse buffers break copies, distributed training and
+state dicts. Each thread has its own cache of them, one per size, because a call writes into the object.
+:func:`compiled` and :func:`run` serve :class:`~sepc_torch.RCHLayer` too.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ from sepc_torch.layers.implicit import OnlyOnce
 from sepc_torch.layers.native import Whitening
 from sepc_torch.shapes import Array, Bool, Float
 
-# SCS at 1e-8: gradients then are as good as diffcp's least-squares solver (LSQR) can make them, 1e-6 to 1e-4; at the
-# default 1e-4 they are ten times worse, and beyond 1e-8 nothing is gained. One thread: diffcp would start a pool of all
-# cores at every call. The iterations are SCS's own limit.
+# SCS at a tolerance of 1e-8: the accuracy of gradients (see experiments/bench_layers.py) is then limited by diffcp's
+# least-squares solver (LSQR) and not by SCS. One thread, because diffcp would start a pool of all cores at every call.
+# The limit on iterations is SCS's own default.
 _SOLVER: dict[str, Any] = {"solve_method": "SCS", "eps": 1e-8, "max_iters": 100_000, "n_jobs_forward": 1}
-# A point may be left this far outside, and the log-volume this much above what multipliers prove. Both are a hundred
-# times what the tolerance above gives.
+# Largest accepted distance of a point beyond the surface, and largest accepted excess of the log-volume per dimension.
+# Both are far above the errors at the tolerance above.
 _ACCEPTED = 1e-5
-# Points this near to the surface may carry multipliers.
+# Points within this distance of the surface may have positive multipliers.
 _NEAR = 1e-2
 
+_NAME = "The minimum-volume ellipsoid"
 _cache = threading.local()
 
 
 def fit(
     z: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], white: Whitening, points: int
 ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D D"]]:
-    """Centres and whiteners of all sets, computed on the CPU and returned to where the points are."""
+    """Fit the centres and whiteners of all sets on the CPU and return them on the device of the points."""
     dim = z.shape[-1]
-    if len(z) == 0:  # cvxpylayers cannot stack the answers of no sets
+    if len(z) == 0:  # cvxpylayers cannot stack an empty list of results
         return z.sum(-2), z.new_zeros(0, dim, dim)
     y = torch.nn.functional.pad(white.coordinates(z, mask).cpu(), (0, 0, 0, points - z.shape[1]))
-    entries, b = run(_program(points, dim), [y], "The covering program", f"{points} points x {dim} dims")
+    entries, b = run(_program(points, dim), [y], _NAME, f"{points} points x {dim} dims")
     row, column = torch.triu_indices(dim, dim)
     factor = y.new_zeros(len(y), dim, dim).index_put((torch.arange(len(y))[:, None], row, column), entries)
     _check(y.detach().numpy(), factor.detach().numpy(), b.detach().numpy())
@@ -63,20 +65,22 @@ def fit(
 
 
 def _program(points: int, dim: int) -> CvxpyLayer:
+    """Program (2) for sets of this size."""
+
     def state() -> CvxpyLayer:
         y = cp.Parameter((points, dim))
         entries, b = cp.Variable(dim * (dim + 1) // 2), cp.Variable((1, dim))
         factor = cp.vec_to_upper_tri(entries)
-        # One second-order cone a point; cp.norm(...) <= 1 would add a row and a variable to each.
+        # One second-order cone per point; cp.norm(...) <= 1 would add a row and a variable to each.
         covers = cp.SOC(np.ones(points), y @ factor.T - np.ones((points, 1)) @ b, axis=1)
         problem = cp.Problem(cp.Maximize(cp.sum(cp.log(cp.diag(factor)))), [covers])
         return CvxpyLayer(problem, [y], [entries, b])
 
-    return cached(("covering", points, dim), state)
+    return compiled(("minimum volume", points, dim), state)
 
 
-def cached(key: tuple[Any, ...], state: Callable[[], CvxpyLayer]) -> CvxpyLayer:
-    """The program of this size, stated once in every thread; that takes from 0.02 s to 1 s."""
+def compiled(key: tuple[Any, ...], state: Callable[[], CvxpyLayer]) -> CvxpyLayer:
+    """The compiled program of this key; ``state`` compiles it on the first call in every thread."""
     programs: dict[tuple[Any, ...], CvxpyLayer] = _cache.__dict__.setdefault("programs", {})
     if key not in programs:
         programs[key] = state()
@@ -84,14 +88,21 @@ def cached(key: tuple[Any, ...], state: Callable[[], CvxpyLayer]) -> CvxpyLayer:
 
 
 def run(program: CvxpyLayer, parameters: list[Tensor], name: str, size: str, **changes: Any) -> tuple[Tensor, ...]:
-    """Solve a program for a batch of CPU tensors in float64, by SCS; its failure is an error with a remedy.
+    """Solve a program with SCS for a batch of CPU tensors in float64; raise an error if SCS fails.
 
-    The derivative is diffcp's; to differentiate it again is an error.
+    The derivative is diffcp's. Differentiating it again is an error.
+
+    Args:
+        program: The compiled program.
+        parameters: One tensor per parameter of the program.
+        name: Name of the program, for errors.
+        size: Size of the program, for errors.
+        changes: Solver settings that replace the default ones.
     """
     settings: dict[str, Any] = _SOLVER | changes
     mode = settings.pop("mode", "lsqr")
     if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-        # Without gradients diffcp would hand these to SCS, which refuses them.
+        # Only with gradients: otherwise diffcp passes these settings on to SCS, which rejects them.
         settings |= {"mode": mode, "n_jobs_backward": 1}
     try:
         found: tuple[Tensor, ...] = _Once.apply(  # type: ignore[no-untyped-call]
@@ -100,16 +111,16 @@ def run(program: CvxpyLayer, parameters: list[Tensor], name: str, size: str, **c
     except diffcp.SolverError as error:
         raise failure(name, size, str(error)) from error
     if not all(bool(x.isfinite().all()) for x in found):
-        raise failure(name, size, "its answer is not finite")
+        raise failure(name, size, "the solution holds NaN or infinity")
     return found
 
 
 class _Once(torch.autograd.Function):
-    """A stated program with its first derivative; cvxpylayers would give zero for the second, without a word."""
+    """A compiled program with its first derivative; for second ones cvxpylayers would silently return zero."""
 
     @staticmethod
     def forward(ctx: Any, program: Callable[..., tuple[Tensor, ...]], *parameters: Tensor) -> tuple[Tensor, ...]:
-        # Autograd calls this with gradients off, so that the program gets a graph of its own.
+        # Autograd calls forward with gradients disabled; enabling them gives the program a graph of its own.
         needed = ctx.needs_input_grad[1:]
         given = [p.detach().requires_grad_(need) for p, need in zip(parameters, needed, strict=True)]
         with torch.set_grad_enabled(any(needed)), _without_third_party_warnings():
@@ -120,11 +131,11 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        parameters = ctx.saved_tensors  # an error of torch's own where the graph has been freed
+        parameters = ctx.saved_tensors  # torch raises its own error if the graph has been freed
         with _without_third_party_warnings():
-            # Kept, because a caller with retain_graph=True may come again; it goes with the graph outside.
+            # The inner graph is retained for callers with retain_graph=True; it is freed with the outer graph.
             found = torch.autograd.grad(ctx.found, ctx.given, [g.detach() for g in grads], retain_graph=True)
-        if torch.is_grad_enabled():  # create_graph=True: somebody may ask for the gradient of the gradient
+        if torch.is_grad_enabled():  # create_graph=True: the caller may differentiate again
             found = tuple(OnlyOnce.apply(g, *grads, *parameters) for g in found)  # type: ignore[no-untyped-call]
         left = iter(found)
         return None, *(next(left) if need else None for need in ctx.needs_input_grad[1:])
@@ -132,35 +143,37 @@ class _Once(torch.autograd.Function):
 
 @contextmanager
 def _without_third_party_warnings() -> Iterator[None]:
-    """Keep quiet what a caller cannot change: cvxpylayers 1.2 calls np.array(tensor), whose __array__ lacks ``copy``.
+    """Suppress a warning that a caller cannot avoid: cvxpylayers 1.2 calls np.array(tensor) without ``copy``.
 
-    Filters are global. Two threads at once may leave this one in place, or see the warning; neither does harm.
+    Warning filters are global. Two threads at once may leave this filter in place, or see the warning. Both are
+    harmless.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
         yield
 
 
-def failure(name: str, size: str, said: str) -> RuntimeError:
-    """The error to raise, with a remedy."""
+def failure(name: str, size: str, reason: str) -> RuntimeError:
+    """The error for a failed program, with a remedy."""
     return RuntimeError(
-        f"{name}, {size}, through cvxpylayers: SCS failed or gave an answer that does not pass the checks: {said}. "
-        "Scale the points, use fewer features, or backend='native' where it is offered."
+        f"{name}, {size}, through cvxpylayers: SCS failed, or its solution did not pass the checks: {reason}. "
+        "Scale the points, use fewer features, or use backend='native' (MVELayer and EllipsoidLoss have it)."
     )
 
 
 def _check(y: Float[Array, "B M D"], factor: Float[Array, "B D D"], b: Float[Array, "B 1 D"]) -> None:
-    r"""Refuse answers that leave a point outside or that no multipliers prove to be near the optimum.
+    r"""Raise an error for a solution that leaves a point outside or whose duality gap is too large.
 
     diffcp checks neither. In the coordinates :math:`v = F y - b` of a solution, any multipliers :math:`\lambda \ge 0`
-    of the points prove the log-volume to be at most
+    of the points certify that the log-volume exceeds the minimum by at most
 
     .. math:: \tfrac D2 \log(\omega / D)
-              - \tfrac12 \log\det \textstyle\sum_i \lambda_i (v_i - \bar v)(v_i - \bar v)^\top
+              - \tfrac12 \log\det \textstyle\sum_i \lambda_i (v_i - \bar v)(v_i - \bar v)^\top,
+              \qquad \omega = \sum_i \lambda_i.
 
-    above the minimum, :math:`\omega = \sum_i \lambda_i`; zero for those with :math:`\sum_i \lambda_i v_i = 0`,
-    :math:`\sum_i \lambda_i v_i v_i^\top = I` and :math:`\omega = D`, which non-negative least squares finds. (The last
-    follows from the second for points on the surface, and keeps multipliers away from points just below it.)
+    The bound is zero for multipliers with :math:`\sum_i \lambda_i v_i = 0`, :math:`\sum_i \lambda_i v_i v_i^\top = I`
+    and :math:`\omega = D`. Non-negative least squares finds them. (For points on the surface the last condition follows
+    from the second; it keeps weight away from points just below the surface.)
     """
     dim = y.shape[-1]
     v = y @ factor.swapaxes(-2, -1) - b
@@ -171,8 +184,8 @@ def _check(y: Float[Array, "B M D"], factor: Float[Array, "B D D"], b: Float[Arr
         radius = np.linalg.norm(points, axis=1)
         near = points[radius > 1.0 - _NEAR]
         if radius.max() > 1.0 + _ACCEPTED or len(near) <= dim:
-            said = f"in set {number} the farthest point is at distance {radius.max():.6f} of 1"
-            raise failure("The covering program", size, said)
+            reason = f"in set {number} the farthest point is at distance {radius.max():.6f}, not 1"
+            raise failure(_NAME, size, reason)
         moments = np.concatenate([near[:, row] * near[:, column], near, np.ones((len(near), 1))], axis=1)
         multipliers, _ = nnls(moments.T, target)
         mass = float(multipliers.sum())
@@ -180,5 +193,5 @@ def _check(y: Float[Array, "B M D"], factor: Float[Array, "B D D"], b: Float[Arr
         moment = (offsets * multipliers[:, None]).T @ offsets
         excess = 0.5 * dim * float(np.log(mass / dim)) - 0.5 * float(np.linalg.slogdet(moment)[1])
         if not excess <= _ACCEPTED * dim:
-            said = f"in set {number} its log-volume may be {excess:.1e} above the minimum"
-            raise failure("The covering program", size, said)
+            reason = f"in set {number} the log-volume may exceed the minimum by {excess:.1e}"
+            raise failure(_NAME, size, reason)

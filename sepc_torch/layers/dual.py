@@ -1,4 +1,4 @@
-r"""The dual of program (2) for a batch of point sets: values, Hessian and derivative in the points.
+r"""The dual of program (2) for a batch of point sets, plain and floored: gradient, Hessian, derivative in the points.
 
 For multipliers :math:`\lambda \ge 0` of points :math:`y_i` let :math:`\omega = \sum_i \lambda_i`,
 :math:`c = \sum_i \lambda_i y_i / \omega` and :math:`S = \sum_i \lambda_i (y_i - c)(y_i - c)^\top`. The ellipsoid of
@@ -29,7 +29,7 @@ from sepc_torch.shapes import Bool, Float
 def center_and_scatter(
     y: Float[Tensor, "B M D"], u: Float[Tensor, "B M"]
 ) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B D D"]]:
-    """The weighted mean c and scatter S; differentiable."""
+    """The weighted mean c and scatter S of the points, differentiable in both arguments."""
     mass = u.sum(-1)[:, None, None]
     center = (u.unsqueeze(-2) @ y) / mass
     offsets = y - center
@@ -37,7 +37,7 @@ def center_and_scatter(
 
 
 class Form(ABC):
-    """The dual at multipliers u, zero where the mask is off."""
+    """The dual at the multipliers u, which are zero for masked points."""
 
     def __init__(self, y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], u: Float[Tensor, "B M"]) -> None:
         self.u = u
@@ -53,7 +53,7 @@ class Form(ABC):
     @property
     @abstractmethod
     def h(self) -> Float[Tensor, "B M"]:
-        """The squared distances, zero where the mask is off."""
+        """The squared distances to the centre in the metric P, zero for masked points."""
 
     @abstractmethod
     def hessian(self) -> Float[Tensor, "B M M"]:
@@ -65,10 +65,10 @@ class Form(ABC):
 
     @abstractmethod
     def steepness(self) -> Float[Tensor, "B M D"]:
-        """The rows P (y - c)."""
+        """The vectors P (y - c), half the gradients of h in y."""
 
     def pullback(self, factors: Float[Tensor, "B M"]) -> Float[Tensor, "B M D"]:
-        r"""The gradient of :math:`\sum_i \ell_i h_i` in the points, with the multipliers held.
+        r"""The gradient of :math:`\sum_i \ell_i h_i` in the points, with constant multipliers.
 
         .. math:: 2 \ell_j P y_j - \frac{2 \lambda_j}{\omega} \sum_i \ell_i P y_i
                   - 2 \lambda_j \Big(\Gamma \circ \sum_i \ell_i y_i y_i^\top\Big) y_j
@@ -84,17 +84,17 @@ class Form(ABC):
 
 
 class PlainForm(Form):
-    """Program (2) without a floor; the points must span."""
+    """Program (2) without a floor; the points must span the space."""
 
     def prepare(self, scatter: Float[Tensor, "B D D"]) -> None:
-        """Whiten the points by a Cholesky factor; where there is none the values are NaN."""
+        """Whiten the points by a Cholesky factor; sets without one get NaN."""
         self.root, failed = torch.linalg.cholesky_ex(scatter)
         self.root = torch.where(failed[:, None, None] > 0, torch.full_like(self.root, torch.nan), self.root)
         self.v = torch.linalg.solve_triangular(self.root, self.offsets.mT, upper=False)
 
     @cached_property
     def h(self) -> Float[Tensor, "B M"]:
-        """Column norms of the whitened points."""
+        """The squared norms of the whitened points."""
         return self.v.square().sum(-2)
 
     @cached_property
@@ -102,28 +102,28 @@ class PlainForm(Form):
         return self.v.mT @ self.v
 
     def hessian(self) -> Float[Tensor, "B M M"]:
-        """Without a floor both terms are functions of the products :math:`y_i^T P y_j`."""
+        """The negative Hessian; without a floor both terms are functions of the products :math:`y_i^T P y_j`."""
         return self._products * (self._products + (2 / self.mass).unsqueeze(-1))
 
     def curved(self, factors: Float[Tensor, "B M"]) -> Float[Tensor, "B M D"]:
-        """Without a floor this is P B P, whose rows are combinations of those of P y."""
+        """The vectors P B P y for the moment matrix B, as combinations of the vectors P y."""
         return self._products @ (factors.unsqueeze(-1) * self.steepness())
 
     def steepness(self) -> Float[Tensor, "B M D"]:
-        """By the transposed factor."""
+        """The vectors P (y - c), by a triangular solve with the transposed Cholesky factor."""
         return torch.linalg.solve_triangular(self.root.mT, self.v, upper=True).mT
 
     @staticmethod
     def precision(scatter: Float[Tensor, "B D D"]) -> Float[Tensor, "B D D"]:
-        """The inverse."""
+        """The inverse of the scatter."""
         return torch.cholesky_inverse(torch.linalg.cholesky(scatter))
 
 
 class FlooredForm(Form):
-    """Program (2) with semi-axes of at least 1; any points will do."""
+    """Program (2) with semi-axes of at least 1; the points need not span the space."""
 
     def prepare(self, scatter: Float[Tensor, "B D D"]) -> None:
-        """Turn to the eigenvectors of the scatter."""
+        """Rotate the points to the eigenvectors of the scatter; sets with a scatter that is not finite get NaN."""
         finite = scatter.isfinite().flatten(1).all(-1)[:, None, None]
         self.s, self.basis = torch.linalg.eigh(torch.where(finite, scatter, torch.zeros_like(scatter)))
         self.t = torch.where(finite, self.offsets @ self.basis, torch.full_like(self.offsets, torch.nan))
@@ -131,11 +131,11 @@ class FlooredForm(Form):
 
     @cached_property
     def h(self) -> Float[Tensor, "B M"]:
-        """Squares along the eigenvectors."""
+        """The squared coordinates along the eigenvectors, weighted by the eigenvalues of P."""
         return (self.t.square() @ self.p.unsqueeze(-1)).squeeze(-1)
 
     def hessian(self) -> Float[Tensor, "B M M"]:
-        """The second term through the products of two coordinates."""
+        """The negative Hessian; its second term is a Gram matrix of products of two coordinates."""
         dim = self.t.shape[-1]
         i, j = torch.triu_indices(dim, dim, device=self.t.device)
         weight = divided_differences(self.s)[:, i, j] * torch.where(i == j, 1.0, 2.0)
@@ -144,22 +144,22 @@ class FlooredForm(Form):
         return first + (pairs * weight.unsqueeze(-2)) @ pairs.mT
 
     def curved(self, factors: Float[Tensor, "B M"]) -> Float[Tensor, "B M D"]:
-        """In the eigenvectors and back."""
+        """The rows, computed in the eigenvectors and rotated back."""
         moment = (factors.unsqueeze(-1) * self.t).mT @ self.t
         return self.t @ (divided_differences(self.s) * moment) @ self.basis.mT
 
     def steepness(self) -> Float[Tensor, "B M D"]:
-        """In the eigenvectors and back."""
+        """The vectors P (y - c), computed in the eigenvectors and rotated back."""
         return (self.t * self.p.unsqueeze(-2)) @ self.basis.mT
 
     @staticmethod
     def precision(scatter: Float[Tensor, "B D D"]) -> Float[Tensor, "B D D"]:
-        """The inverse with eigenvalues of at most 1."""
+        """The inverse of the scatter, with its eigenvalues limited to 1."""
         return _FlooredInverse.apply(scatter)  # type: ignore[no-untyped-call]
 
 
 def divided_differences(s: Float[Tensor, "B D"]) -> Float[Tensor, "B D D"]:
-    r"""The :math:`\Gamma_{ab}` of :math:`p(s) = \min(1, 1/s)`: never a division by the gap of equal eigenvalues."""
+    r"""The :math:`\Gamma_{ab}` of :math:`p(s) = \min(1, 1/s)`, in closed forms that never divide by zero."""
     a, b = torch.maximum(s[:, :, None], s[:, None, :]), torch.minimum(s[:, :, None], s[:, None, :])
     mixed = (a > 1) & (b < 1)
     across = (1 - 1 / a.clamp_min(1)) / torch.where(mixed, a - b, torch.ones_like(a))
@@ -168,7 +168,7 @@ def divided_differences(s: Float[Tensor, "B D"]) -> Float[Tensor, "B D D"]:
 
 
 class _FlooredInverse(torch.autograd.Function):
-    """The spectral function min(1, 1/s); the gradient of ``eigh`` itself is NaN for equal eigenvalues."""
+    """The spectral function min(1, 1/s) with its own gradient; that of ``eigh`` is NaN for equal eigenvalues."""
 
     @staticmethod
     def forward(ctx: Any, scatter: Float[Tensor, "B D D"]) -> Float[Tensor, "B D D"]:

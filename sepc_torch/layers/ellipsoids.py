@@ -1,4 +1,4 @@
-"""What a differentiable refit returns: ellipsoids as tensors that remember where they came from."""
+"""The result :class:`RefittedEllipsoid` of a layer: ellipsoids as tensors, with distance, log-volume and overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sepc_torch.shapes import Float
 
-# Safeguarded Newton for the maximum over s: 8 steps are usual; where Newton leaves the bracket it is halved instead.
+# Newton steps for the maximum over s. About 8 suffice; a step that leaves the bracket is replaced by a bisection.
 _NEWTON_STEPS = 30
 
 
@@ -17,9 +17,8 @@ _NEWTON_STEPS = 30
 class RefittedEllipsoid:
     r"""Ellipsoids :math:`\{z : \|W (z - c)\| \le 1\}`, differentiable in the points that they were fitted to.
 
-    The leading dimensions, none or one (B), are those of the layer's input. The whitener is upper triangular with
-    positive diagonal, the one form in which every module of this package writes it. All methods compute in the dtype of
-    the fields, with autocast off.
+    The batch dimensions, none or one (B), are those of the layer's input. The whitener is upper triangular with
+    positive diagonal, as everywhere in this package. All methods return the dtype of the fields, with autocast off.
 
     >>> e = RefittedEllipsoid(torch.zeros(2), 0.5 * torch.eye(2))
     >>> e.distance(torch.tensor([[3.0, 4.0]])), e.log_volume().exp()
@@ -39,9 +38,10 @@ class RefittedEllipsoid:
         return -self.whitener.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def distance(self, z: Float[Tensor, "*points D"]) -> Float[Tensor, "*distances"]:
-        r"""Mahalanobis distances :math:`\|W (z - c)\|` of points (P, D), or (B, P, D) with a set for each ellipsoid.
+        r"""Mahalanobis distances :math:`\|W (z - c)\|` of points (P, D), or (B, P, D) with one set per ellipsoid.
 
-        Shape (P,), or (B, P) for a batch of ellipsoids. 1 is the surface. The gradient at a centre is zero.
+        The result has shape (P,), or (B, P) for a batch of ellipsoids. 1 is the surface. The gradient at a centre is
+        zero.
         """
         if z.ndim < 2 or z.ndim > self.center.ndim + 1 or z.shape[-1] != self.dim:
             wanted = f"(points, {self.dim})"
@@ -53,29 +53,31 @@ class RefittedEllipsoid:
             return torch.linalg.vector_norm(offsets @ self.whitener.mT, dim=-1)
 
     def overlap(self, other: RefittedEllipsoid) -> Float[Tensor, "*batch"]:
-        r"""How far the ellipsoids overlap: 1 for a common centre, 0 when they touch, negative when they are apart.
+        r"""Overlap of the ellipsoids: 1 for a common centre, 0 if they touch, negative if they are apart.
 
-        With shape matrices :math:`Q = (W^\top W)^{-1}` and :math:`v = c_2 - c_1` it is
+        With shape matrices :math:`Q = (W^\top W)^{-1}` and :math:`v = c_2 - c_1` the overlap is
 
         .. math:: 1 - \max_{0 < s < 1} f(s), \quad f(s) = v^\top \Big(\frac{Q_1}{1-s} + \frac{Q_2}{s}\Big)^{-1} v,
 
-        the test of :func:`sepc_torch.ellipsoid.separation`: positive exactly where the interiors meet. The square root
-        of the maximum is the factor by which both would have to be scaled about their centres to touch. :math:`f` is
-        concave with one maximum, so that the overlap is smooth in both ellipsoids (at a common centre, where every s is
-        a maximum, its gradient is zero); by the envelope theorem the maximising s counts as a constant. Computed in
-        float64 whatever the dtype: for ellipsoids of very different size s is nearer to 1 than float32 can tell.
+        as in :func:`sepc_torch.ellipsoid.separation`. It is positive exactly if the interiors intersect. Scaled about
+        their centres by the square root of the maximum, the ellipsoids touch. :math:`f` is concave with one maximum, so
+        that the overlap is smooth in both ellipsoids. (At a common centre every s is a maximum, and the gradient is
+        zero.) By the envelope theorem the maximising s counts as a constant for gradients. The computation is in
+        float64 for every dtype: for ellipsoids of very different size, s is so near to 0 or 1 that float32 rounds it.
 
         >>> a, b = (RefittedEllipsoid(torch.tensor([x, 0.0]), torch.eye(2)) for x in (0.0, 2.0))
         >>> a.overlap(b), a.overlap(a)
         (tensor(0.), tensor(1.))
         """
         if other.dim != self.dim:
-            raise ValueError(f"The ellipsoids live in {self.dim} and {other.dim} dimensions; both need the same.")
+            raise ValueError(
+                f"The ellipsoids have {self.dim} and {other.dim} dimensions; both must have the same number."
+            )
         dtype = torch.promote_types(self.center.dtype, other.center.dtype)
         with torch.autocast(self.center.device.type, enabled=False):
             w1, w2 = self.whitener.double(), other.whitener.double()
             q = w1 @ (other.center.double() - self.center.double()).unsqueeze(-1)
-            # In coordinates in which the first is the unit ball the second has the whitener X, and
+            # In the coordinates in which the first ellipsoid is the unit ball, the second has the whitener X, and
             # f(s) = s (1 - s) |a|^2 with L a = X q, L L^T = s X X^T + (1 - s) I.
             x = torch.linalg.solve_triangular(w1, w2, upper=True, left=False)
             gram, image = x @ x.mT, x @ q
@@ -103,5 +105,5 @@ def _maximiser(gram: Float[Tensor, "*batch D D"], image: Float[Tensor, "*batch D
         low, high = torch.where(slope > 0, s, low), torch.where(slope > 0, high, s)
         newton = s - slope / curvature
         s = torch.where((newton > low) & (newton < high), newton, 0.5 * (low + high))
-    # A common centre has no slope anywhere: any s does.
+    # With a common centre f is zero for every s.
     return torch.where(p2.sum(-1) > 0, s, torch.full_like(s, 0.5))

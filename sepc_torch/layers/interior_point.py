@@ -1,12 +1,12 @@
-r"""Batched, masked interior point for the dual of program (2), and the crossover to its exact active set.
+r"""Batched interior-point method in torch for the dual of program (2), and the crossover to the active set.
 
-The same method as :mod:`sepc_torch.solvers.interior_point`, Mehrotra's predictor and corrector on
+The method is Mehrotra's predictor-corrector, as in :mod:`sepc_torch.solvers.interior_point`, on
 
 .. math:: h_i(\lambda) + s_i = 1, \qquad \lambda_i s_i = \mu, \qquad \lambda, s \ge 0,
 
-for many sets at once: every step is a batch of Cholesky factorisations, and a set that is done waits for the others.
-For :math:`\mu > 0` the ellipsoid holds every point strictly inside, and its log-volume is above the minimum by at most
-:math:`\tfrac12 M \mu`.
+for many sets at once. Each step is a batch of Cholesky factorisations; a converged set stays unchanged until the last
+set converges. For :math:`\mu > 0` the ellipsoid holds every point strictly inside, and its log-volume exceeds the
+minimum by at most :math:`\tfrac12 M \mu`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 from sepc_torch.layers.dual import Form
 from sepc_torch.shapes import Bool, Float
 
-# Where the sum of lambda_i s_i ends: the crossover then tells every weight from every slack.
+# The sum of lambda_i s_i at which the method stops: the crossover can then separate active from inactive points.
 _TOLERANCE = 1e-11
 _MAX_STEPS = 60
-# A step may leave slacks wrong by this much, and is halved at most so often to get there.
+# Largest error of the slacks after a step, and the largest number of halvings of a step to get there.
 _TRUST = 0.3
 _HALVINGS = 6
-# Steps without progress, once the path has ended, before arithmetic is said to allow no more.
+# Steps without progress at the end of the path after which rounding is taken to allow no more.
 _PATIENCE = 5
-# Newton on the active set squares an error of 1e-8 in the first step; the others settle the last digits.
+# The first Newton step on the active set squares an error of 1e-8; the others settle the last digits.
 _NEWTON_STEPS = 3
 _CROSSOVER_ROUNDS = 6
-# The certificate: every active point on the surface and no point outside, to a hundred roundings of the dimension.
+# Tolerance of the certificate (active points on the surface, no point outside), well above the rounding of h.
 _ON_SURFACE = 1e-10
-# Regularises the Hessian of supports on which it is singular (a circle, a cube), far above its rounding there.
+# Regularises the Hessian where it is singular (support on a circle or a cube), far above its rounding there.
 _RIDGE = 1e-12
-# Rounds in which points may join the working points before there may be twice as many of them.
+# Rounds after which the size of the working set is doubled.
 _SCREENING_ROUNDS = 12
 
 
 class Solution(NamedTuple):
-    """Multipliers and slacks of every point, zero and one where the mask is off, and which sets are proven solved."""
+    """Multipliers and slacks of every point (0 and 1 for masked points), and which sets are certified as solved."""
 
     u: Float[Tensor, "B M"]
     s: Float[Tensor, "B M"]
@@ -48,7 +48,7 @@ class Solution(NamedTuple):
 
 
 def interior_point(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], mu: float = 0.0) -> Solution:
-    """Follow the path of centres to the barrier parameter ``mu`` in all sets."""
+    """Follow the central path of every set to the barrier parameter ``mu``."""
     u, s = _start(form, y, mask)
     here = form(y, mask, _only(u, mask))
     count = mask.sum(-1, keepdim=True).clamp_min(1)
@@ -72,12 +72,13 @@ def interior_point(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tenso
         if bool(done.all()):
             break
         du, ds = _direction(here, u, s, mean, off_surface, mask, mu)
-        # A set that is done must not move: its steps are divisions of rounding errors.
+        # A converged set must not move: its steps are quotients of rounding errors.
         primal, dual = (_longest(x, dx, mask).masked_fill(done[:, None], 0.0) for x, dx in ((u, du), (s, ds)))
         for _ in range(_HALVINGS):
             next_u, next_s = (torch.where(a > 0, x + a * dx, x) for x, dx, a in ((u, du, primal), (s, ds, dual)))
             here = form(y, mask, _only(next_u, mask))
-            # h is far from linear: a long first step leaves slacks that no later step, short of the boundary, repairs.
+            # h is far from linear: a long early step leaves errors in the slacks that later steps, kept short by the
+            # boundary, cannot repair.
             far = ~(_off_surface(here, next_s, mask) <= off_surface.clamp_min(_TRUST)) & ~done[:, None]
             if not bool(far.any()):
                 break
@@ -88,14 +89,14 @@ def interior_point(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tenso
 
 
 def _off_surface(here: Form, s: Float[Tensor, "B M"], mask: Bool[Tensor, "B M"]) -> Float[Tensor, "B 1"]:
-    """How far the slacks are from 1 - h, at most."""
+    """Largest error of the slacks, which should be 1 - h."""
     return _only(1 - here.h - s, mask).abs().amax(-1, keepdim=True)
 
 
 def _start(
     form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """Equal weights, heavy enough that no point is far outside, and slacks to match; ones where the mask is off."""
+    """Equal weights, large enough that no point is far outside, and matching slacks; 1 for masked points."""
     count = mask.sum(-1, keepdim=True).clamp_min(1)
     equal = mask.to(y.dtype) * (y.shape[-1] / count)
     outermost = form(y, mask, equal).h.amax(-1, keepdim=True)
@@ -113,8 +114,8 @@ def _direction(
     mask: Bool[Tensor, "B M"],
     mu: float,
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    r"""Predictor and corrector: :math:`(H + s / \lambda)\, d\lambda = h - 1 + \sigma / \lambda` for two targets."""
-    # In the scale of the weights the matrix is as well conditioned as it gets: r H r + s with r = sqrt(lambda).
+    r"""Predictor and corrector steps: solve :math:`(H + s / \lambda)\, d\lambda = h - 1 + \sigma / \lambda` twice."""
+    # Scaling by r = sqrt(lambda) gives the best-conditioned form of the matrix: r H r + s.
     r = u.sqrt()
     k = r.unsqueeze(-1) * here.hessian() * r.unsqueeze(-2)
     k.diagonal(dim1=-2, dim2=-1).add_(s + 1e-15)
@@ -128,9 +129,9 @@ def _direction(
     du, ds = towards(torch.full_like(s, mu))
     ahead = (u + _longest(u, du, mask, 1.0) * du) * (s + _longest(s, ds, mask, 1.0) * ds)
     ahead_mean = _only(ahead, mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
-    # The products must not vanish before the slacks are right.
+    # The products must not vanish before the slacks are accurate.
     centring = torch.maximum((ahead_mean / mean).clamp(0, 1) ** 3, off_surface.clamp_max(0.5))
-    # At the end of a path with a barrier Newton's own step is the target, and to correct it would only disturb it.
+    # At the end of a path with mu > 0 the plain Newton step aims at the solution; a correction would only disturb it.
     arrived = mean <= 2 * mu
     return towards(torch.where(arrived, mu, (centring * mean).clamp_min(mu) - du * ds))
 
@@ -138,17 +139,18 @@ def _direction(
 def _longest(
     x: Float[Tensor, "B M"], dx: Float[Tensor, "B M"], mask: Bool[Tensor, "B M"], fraction: float = 0.99
 ) -> Float[Tensor, "B 1"]:
-    """The longest step of at most 1 that goes at most the given fraction of the way to the boundary."""
+    """The longest step, at most 1, that goes at most the given fraction of the way to the boundary."""
     steepest = _only(dx / x, mask).amin(-1, keepdim=True)
     return torch.where(steepest < -fraction, -fraction / steepest, torch.ones_like(steepest))
 
 
 def screened(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], mu: float = 0.0) -> Solution:
-    """The interior point on the points that may carry weight, which changes nothing: all others are checked.
+    """Run the interior-point method on a working set of points; the other points are checked afterwards.
 
-    At most D (D + 3) / 2 points determine an ellipsoid. The working points are the outermost for weights that a few
-    multiplicative steps have improved; those found outside join, until none is. Where that does not end there are twice
-    as many working points, and so on: the time of a step grows with their cube.
+    At most D (D + 3) / 2 points determine an ellipsoid, and the time of a step grows with the cube of the number of
+    points. A few multiplicative steps give first weights, and the points with the largest weights form the working set.
+    Points found outside replace points without weight until none is outside. If that takes too many rounds, the size of
+    the working set is doubled. The result is that of :func:`interior_point` on all points.
     """
     dim = y.shape[-1]
     size = max(48, dim * (dim + 3) // 2 + 2 * dim)
@@ -176,11 +178,12 @@ def screened(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B 
 
 
 def crossover(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"], near: Solution) -> Solution:
-    r"""From a point near the optimum to the optimum: Newton's method on :math:`h_i = 1` over the active set.
+    r"""Refine a solution near the optimum to rounding: Newton's method on :math:`h_i = 1` over the active set.
 
-    Active are at first the points with :math:`\lambda_i > s_i`; those whose weight turns negative leave, those found
-    outside join. ``solved`` says where the conditions of optimality hold to rounding: no point outside, all that carry
-    weight on the surface. Weights off the active set are exactly zero.
+    The active set starts with the points with :math:`\lambda_i > s_i`. Points whose weight becomes negative leave it,
+    and points found outside join. ``solved`` marks the sets that satisfy the optimality conditions to rounding: no
+    point is outside, and all points with positive weight are on the surface. The weights of inactive points are exactly
+    zero.
     """
     active = mask & (near.u > near.s)
     start, solved = near.u, torch.zeros_like(near.solved)
@@ -211,25 +214,25 @@ def crossover(form: type[Form], y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B
             break
         joins = mask & (h > 1 + _ON_SURFACE)
         again = torch.where(torch.isfinite(h).all(-1, keepdim=True), carries | joins, active)
-        # Those that join need some weight to start from.
+        # Points that join start with a small positive weight.
         start = torch.where(carries, found, torch.where(joins, 1e-6 * torch.ones_like(found), start))
         active = torch.where(solved[:, None], active, again)
     return Solution(u, torch.where(mask, s.clamp_min(0), torch.ones_like(s)), solved)
 
 
 def gather_active(active: Bool[Tensor, "B M"]) -> tuple[Tensor, Bool[Tensor, "B K"]]:
-    """Indices of the active points, in order, filled up to one length, and which of them are real."""
+    """Indices of the active points of each set, in order and padded to one length, and which are not padding."""
     size = max(1, int(active.sum(-1).max()))
-    # A stable sort keeps the order of the points, and with it the result, the same on every device.
+    # A stable sort keeps the order of the points, and so the result, equal on every device.
     index = (~active).byte().sort(stable=True, dim=-1).indices[:, :size]
     return index, active.gather(1, index)
 
 
 def gather_rows(y: Float[Tensor, "B M D"], index: Tensor) -> Float[Tensor, "B K D"]:
-    """The points of the given indices."""
+    """The points at the given indices of each set."""
     return y.gather(1, index.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
 def _only(values: Float[Tensor, "B M"], mask: Bool[Tensor, "B M"]) -> Float[Tensor, "B M"]:
-    """Zeros where the mask is off."""
+    """The values with zeros where the mask is False."""
     return torch.where(mask, values, torch.zeros_like(values))

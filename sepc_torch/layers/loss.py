@@ -1,4 +1,4 @@
-"""A training loss that keeps the ellipsoids of the classes small and apart."""
+"""The training loss :class:`EllipsoidLoss`, which keeps the ellipsoids of the classes small and apart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sepc_torch.shapes import Bool, Float, Int
 
 
 class LossTerms(NamedTuple):
-    """The parts of the loss, unweighted: mean relative log-volume per dimension, and mean intrusion."""
+    """The unweighted terms of the loss: mean relative log-volume per dimension, and mean intrusion."""
 
     volume: Float[Tensor, ""]
     intrusion: Float[Tensor, ""]
 
 
 class EllipsoidLoss(nn.Module):
-    r"""Class ellipsoids, refitted to every batch, small against the whole and free of other classes.
+    r"""Loss that keeps class ellipsoids, refitted to every batch, small and free of points of other classes.
 
     With :math:`E_k` the minimum-volume ellipsoid of the points of class k in the batch, :math:`E` that of all points,
     and :math:`d_k` the distance to :math:`E_k`, the loss is
@@ -29,32 +29,34 @@ class EllipsoidLoss(nn.Module):
     .. math:: \frac{\alpha}{C D} \sum_k \log\frac{\operatorname{vol} E_k}{\operatorname{vol} E}
               + \frac{1}{C} \sum_k \operatorname*{mean}_{y_j \ne k} \max\big(0,\ m^2 - d_k(z_j)^2\big).
 
-    The volume counts relative to the whole: its plain logarithm has no lower bound, and the encoder would collapse. The
-    gradient passes through the refit: points on the surface of their ellipsoid are pulled in, and ellipsoids make
-    way for the points of others. It goes on top of a loss that separates classes, such as cross-entropy:
+    Volumes are relative to the volume of the whole batch: a plain log-volume has no lower bound, and the encoder would
+    collapse. The gradient passes through the fit: points on the surface of their ellipsoid are pulled inwards, and
+    ellipsoids shrink away from the points of other classes. Add the loss to one that separates classes, such as
+    cross-entropy, in a ``training_step``, in any precision:
 
-    ``loss = cross_entropy(logits, y) + 0.1 * ellipsoid_loss(embedding, y)`` in a ``training_step``, in any precision.
-    The map has kinks where the support of an ellipsoid changes, and steep gradients beside them: clip, and keep the
-    weight small (``experiments/refit_moons.py`` and ``refit_embeddings.py`` say what it gains and costs).
+    ``loss = cross_entropy(logits, y) + 0.1 * ellipsoid_loss(embedding, y)``
 
-    A class with fewer than D + 1 points in the batch has no ellipsoid: it is left out, and a warning says so once. A
-    batch wants several times D points of every class. Under distributed training every process fits its own part of the
-    batch; gather the embeddings first (``all_gather`` with gradients) for ellipsoids of the whole.
+    The loss has kinks where the support of an ellipsoid changes, and steep gradients near them. Clip gradients and keep
+    the weight small (``experiments/refit_moons.py`` and ``experiments/refit_embeddings.py`` measure gain and cost).
 
-    It computes in float64 inside and returns float32 (float64 for float64 embeddings), with autocast off. Time: one
-    refit of each class and one of the batch (``experiments/bench_layers.py``); about 20 ms for 10 classes of 50 points
-    in 8 dimensions on one CPU core, gradient included. Memory: (C + 2) N D numbers for a batch of N, and on a GPU a few
-    matrices (M, M) for each class of M points and for the batch's at most D (D + 5) working points.
+    A class with fewer than D + 1 points in the batch has no ellipsoid: it is left out, with one warning per class. A
+    batch should have several times D points of every class. In distributed training every process fits its own part of
+    the batch. For ellipsoids of the whole batch, gather the embeddings first (``all_gather`` with gradients).
+
+    The loss computes in float64 with autocast off and returns float32 (float64 for float64 embeddings). Time: one fit
+    per class and one of the batch (``experiments/bench_layers.py`` measures fits). Memory: (C + 2) N D numbers for a
+    batch of N, and on a GPU a few matrices (M, M) for each class of M points and for the batch's working set of at most
+    D (D + 5) points.
 
     Args:
         classes: Number of classes C; labels are 0 to C - 1.
         features: Number of features D of an embedding.
         volume: The weight :math:`\alpha` of the volumes.
-        margin: The distance :math:`m` from which other classes do no harm; 1 is the surface.
-        through_refit: Whether the ellipsoids count as functions of the points (the default) or as constants, which
-            moves only the points of other classes.
-        backend, smoothing, floor: As in :class:`MVELayer`. The floor, in units of the embedding, is what keeps a batch
-            with a flat class from being an error; cvxpylayers has none.
+        margin: The distance :math:`m` beyond which points of other classes cost nothing; 1 is the surface.
+        through_refit: Whether the gradient treats the ellipsoids as functions of the points (the default) or as
+            constants. With constants only the points of other classes move.
+        backend, smoothing, floor: As in :class:`MVELayer`. The floor is in units of the embedding, by default 1e-3.
+            Without a floor a flat class is an error. The cvxpylayers backend has no floor.
 
     >>> loss = EllipsoidLoss(classes=2, features=2)
     >>> z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [1.5, 0.5], [0.5, 1.5]], requires_grad=True)
@@ -82,25 +84,28 @@ class EllipsoidLoss(nn.Module):
         self.through_refit = through_refit
         self.backend: Backend = backend
         self.smoothing = smoothing
-        # A thousandth of the unit in which networks keep their embeddings.
+        # The default floor is a thousandth of 1, the order of magnitude of the embeddings of most networks.
         self.floor = (1e-3 if backend == "native" else 0.0) if floor is None else floor
-        self._layer(1)  # refuses bad settings here rather than in the first step of a training
+        self._layer(1)  # raises errors for bad settings now instead of in the first training step
         self._warned: set[int] = set()
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """The settings, for ``repr``."""
         return (
             f"classes={self.classes}, features={self.features}, volume={self.volume}, margin={self.margin}, "
             f"through_refit={self.through_refit}, {self._layer(1).extra_repr().partition(', ')[2].partition(', ')[2]}"
         )
 
     def forward(self, z: Float[Tensor, "N D"], labels: Int[Tensor, "N"]) -> Float[Tensor, ""]:
-        """The loss of a batch of embeddings; zero, but with a gradient of zeros, where no class has enough points."""
+        """Compute the loss of a batch of embeddings.
+
+        If no class has enough points, the loss is zero and its gradient consists of zeros.
+        """
         terms = self.terms(z, labels)
         return self.volume * terms.volume + terms.intrusion
 
     def terms(self, z: Float[Tensor, "N D"], labels: Int[Tensor, "N"]) -> LossTerms:
-        """The parts of the loss, for a log."""
+        """Compute the unweighted terms of the loss, for logging."""
         self._check(z, labels)
         with torch.autocast(z.device.type, enabled=False):
             z = z.to(torch.promote_types(z.dtype, torch.float32))
@@ -118,18 +123,18 @@ class EllipsoidLoss(nn.Module):
     def _refit(
         self, z: Float[Tensor, "N D"], labels: Int[Tensor, "N"], present: list[int]
     ) -> tuple[RefittedEllipsoid, RefittedEllipsoid]:
-        """The ellipsoids of the classes, as one batch, and of all points."""
+        """Fit the ellipsoids of the present classes, as one batch, and the ellipsoid of all points."""
         points = z if self.through_refit else z.detach()
         index, exists = _by_class(labels, present)
         return self._layer(index.shape[1])(points[index], exists), self._layer(len(z))(points)
 
     def _layer(self, points: int) -> MVELayer:
-        # Stated programs are made for one size; powers of two keep them few while batches vary.
+        # cvxpylayers compiles one program per size; sizes that are powers of two keep the number of programs small.
         size = 1 << (points - 1).bit_length()
         return MVELayer(size, self.features, backend=self.backend, smoothing=self.smoothing, floor=self.floor)
 
     def _present(self, labels: Int[Tensor, "N"]) -> list[int]:
-        """The classes with enough points; a warning names the others."""
+        """The classes with enough points for an ellipsoid; warn once about each of the others."""
         counts = torch.bincount(labels, minlength=self.classes).tolist()
         few = {k: n for k, n in enumerate(counts) if n <= self.features}
         if not set(few) <= self._warned:
@@ -138,7 +143,7 @@ class EllipsoidLoss(nn.Module):
             warnings.warn(
                 f"An ellipsoid in {self.features} dimensions needs at least {self.features + 1} points; the batch of "
                 f"{len(labels)} holds too few of the classes {listed}, which are left out. Use larger batches, sample "
-                "them by class, or take the loss of fewer features. This is said once for each class.",
+                "them by class, or apply the loss to fewer features. This warning appears once per class.",
                 stacklevel=4,
             )
         return [k for k in range(self.classes) if k not in few]
@@ -157,8 +162,8 @@ class EllipsoidLoss(nn.Module):
             )
         if not bool(z.isfinite().all()):
             raise ValueError(
-                "The embeddings hold NaN or infinity. Leave such samples out, or look for a step of training that was "
-                "too long."
+                "The embeddings hold NaN or infinity. Leave these samples out, or check for a training step that "
+                "diverged (learning rate too high)."
             )
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise ValueError(
@@ -167,7 +172,7 @@ class EllipsoidLoss(nn.Module):
 
 
 def _by_class(labels: Int[Tensor, "N"], present: list[int]) -> tuple[Tensor, Bool[Tensor, "C M"]]:
-    """The rows of each class (C, M), filled up with row 0, and which of them are real."""
+    """The rows of each class (C, M), padded to one length with other rows, and which are not padding."""
     member = labels == torch.tensor(present, device=labels.device).unsqueeze(-1)
     size = int(member.sum(-1).max())
     index = (~member).byte().sort(stable=True, dim=-1).indices[:, :size]

@@ -1,4 +1,4 @@
-"""The minimum-volume ellipsoid as a torch layer."""
+"""The torch layer :class:`MVELayer`: minimum-volume ellipsoids of point sets, differentiable in the points."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ Backend = Literal["native", "cvxpylayers"]
 
 
 class MVELayer(nn.Module):
-    r"""The ellipsoid of least volume that covers a set of points, differentiable in the points.
+    r"""Layer that fits the ellipsoid of least volume to a set of points, differentiable in the points.
 
     .. math:: \max_{W, c}\ \log\det W \quad\text{s.t.}\quad \|W (z_i - c)\| \le 1,\ \ \text{semi-axes} \ge \tau
 
-    Two backends solve the same program. ``"native"``, the default, computes where the points are: a certified interior
-    point, Newton's method on the active set, and implicit differentiation, exact to rounding; points strictly inside
-    have the gradient zero, exactly. ``"cvxpylayers"`` (extra ``layers``) states the program in cvxpy and differentiates
-    the cone program; it computes on the CPU, one set after the other, wherever the points are. Both compute in float64
-    with autocast off and return the dtype of the points (float32 for half precision), on their device. Both are
-    deterministic. Second derivatives are refused.
+    Two backends solve this program. ``"native"``, the default, runs on the device of the points: a certified
+    interior-point method, Newton's method on the active set, and implicit differentiation. It is exact to rounding, and
+    the gradient of a point strictly inside is exactly zero. ``"cvxpylayers"`` (extra ``layers``) states the program in
+    cvxpy and differentiates the cone program. It runs on the CPU, one set after the other, wherever the points are.
+    Both backends compute in float64 with autocast off, return the dtype of the points (float32 for half precision) on
+    their device, and are deterministic. Both raise an error for second derivatives.
 
-    Memory of the native backend, in float64: on the CPU a few matrices (S, S) for S support points, at most
-    D (D + 3) / 2, and set; on a GPU, and with smoothing, a few (M, M). Times: ``experiments/bench_layers.py``.
+    Memory of the native backend, in float64: on the CPU, per set, a few matrices (S, S) for S support points, at most
+    D (D + 3) / 2; on a GPU, and with smoothing, a few (M, M). ``experiments/bench_layers.py`` measures times.
 
-    The module holds no tensors: it copies, pickles and trains with any strategy, and adds nothing to a state dict.
+    The module holds no tensors. It can be copied, pickled and trained with any strategy, and adds nothing to a state
+    dict.
 
     Args:
         points: Largest number of points M in a set.
         features: Number of features D.
         backend: ``"native"`` or ``"cvxpylayers"``.
-        smoothing: Barrier parameter :math:`\mu`, native only. Above 0 every point counts a little, which makes a smooth
-            map also of sets whose support is not unique (points on a circle or a cube); the ellipsoid still covers
-            every point and its log-volume exceeds the minimum by at most :math:`\tfrac12 M \mu`.
-        floor: Least semi-axis :math:`\tau`, native only, as in :func:`~sepc_torch.minimum_volume_ellipsoid`: with one,
-            sets that are flat or hold few points have an ellipsoid too. Without, they are an error. Where a ball of
-            that radius covers a set it is the ellipsoid, and its centre, which is then not unique, the analytic centre:
-            a smooth function of all points, so that there points inside have a gradient too.
+        smoothing: Barrier parameter :math:`\mu`, native only. Above 0 every point has a positive weight, and the map
+            is smooth also for sets whose support is not unique (points on a circle or a cube). The ellipsoid still
+            covers every point, and its log-volume exceeds the minimum by at most :math:`\tfrac12 M \mu`.
+        floor: Least semi-axis :math:`\tau`, native only, as in :func:`~sepc_torch.minimum_volume_ellipsoid`. With a
+            floor, sets that are flat or have few points have an ellipsoid too; without one, they are an error. If a
+            ball of that radius covers a set, the ball is the ellipsoid. Its centre is then not unique, and the layer
+            returns the analytic centre, a smooth function of all points: points inside then have a gradient too.
 
     >>> layer = MVELayer(points=5, features=2)
     >>> z = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [1.5, 1.0]], requires_grad=True)
@@ -72,29 +73,31 @@ class MVELayer(nn.Module):
         for name, value in (("smoothing", smoothing), ("floor", floor)):
             at_least_zero(value, name)
             if value and backend != "native":
-                raise ValueError(f"{name}={value} needs backend='native'; cvxpylayers states the plain program.")
+                raise ValueError(
+                    f"{name}={value} needs backend='native'; the cvxpylayers backend has neither smoothing nor a floor."
+                )
         self.backend: Backend = backend
         self.smoothing, self.floor = float(smoothing), float(floor)
 
     def extra_repr(self) -> str:
-        """The settings."""
-        said = f"points={self.points}, features={self.features}, backend={self.backend!r}"
+        """The settings, for ``repr``; smoothing and floor only if set."""
+        text = f"points={self.points}, features={self.features}, backend={self.backend!r}"
         for name in ("smoothing", "floor"):
-            said += f", {name}={getattr(self, name)}" if getattr(self, name) else ""
-        return said
+            text += f", {name}={getattr(self, name)}" if getattr(self, name) else ""
+        return text
 
     def forward(
         self, z: Float[Tensor, "*batch M D"], mask: Bool[Tensor, "*batch M"] | None = None
     ) -> RefittedEllipsoid:
-        """The ellipsoid of points (M, D), or those of B sets (B, M, D).
+        """Fit the ellipsoid of one set of points (M, D), or the ellipsoids of B sets (B, M, D).
 
         Args:
-            z: The points; M may be anything up to ``points``.
-            mask: Which of the points exist. What stands in the places of the others, NaN included, changes nothing.
+            z: The points; M is at most ``points``.
+            mask: True for points that exist. The values of masked points, NaN included, have no effect.
         """
         if torch.compiler.is_compiling():
-            # Nothing in a solver is worth compiling (99 s for 30 points in 3 dimensions). The decorator would import
-            # torch._dynamo, 2 s, for everyone; here it is imported already.
+            # Compiling the loops of a solver takes far longer than running them. torch.compiler.disable as a decorator
+            # would import torch._dynamo for every user of the module; while compiling it is already imported.
             return torch.compiler.disable(self._refit)(z, mask)
         return self._refit(z, mask)
 
@@ -104,7 +107,7 @@ class MVELayer(nn.Module):
         batched = z if z.ndim == 3 else z.unsqueeze(0)
         exists = torch.ones_like(batched[..., 0], dtype=torch.bool) if mask is None else mask.reshape(batched.shape[:2])
         with torch.autocast(z.device.type, enabled=False):
-            # What does not exist must not reach the arithmetic: zero times NaN is NaN, in gradients too.
+            # Masked values must not enter the arithmetic: zero times NaN is NaN, in gradients too.
             wide = torch.where(exists.unsqueeze(-1), batched.double(), 0.0)
             self._check_values(wide.detach(), exists)
             center, whitener = self._fit(wide, exists, z.dtype)
@@ -120,7 +123,7 @@ class MVELayer(nn.Module):
             raise ValueError(self._flatness(white, mask))
         if self.backend == "native":
             return native.fit(z, mask, white, self.smoothing, self.floor)
-        from sepc_torch.layers import cvxpylayers_backend  # with cvxpylayers, an extra
+        from sepc_torch.layers import cvxpylayers_backend  # imports cvxpylayers, an optional dependency
 
         return cvxpylayers_backend.fit(z, mask, white, self.points)
 
@@ -135,7 +138,8 @@ class MVELayer(nn.Module):
             )
         if mask is not None and mask.shape != z.shape[:-1]:
             raise ValueError(
-                f"The mask of points {tuple(z.shape)} has shape {tuple(z.shape[:-1])}, got {tuple(mask.shape)}."
+                f"The mask for points of shape {tuple(z.shape)} must have shape {tuple(z.shape[:-1])}, got "
+                f"{tuple(mask.shape)}."
             )
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(
@@ -151,8 +155,8 @@ class MVELayer(nn.Module):
         if empty:
             raise ValueError(f"The sets {empty} of the batch have no points: leave them out of the batch.")
         raise ValueError(
-            f"The sets {bad.nonzero().squeeze(-1).tolist()} of the batch hold NaN or infinity. Mask such points, or "
-            "look for a step of training that was too long."
+            f"The sets {bad.nonzero().squeeze(-1).tolist()} of the batch hold NaN or infinity. Mask these points, or "
+            "check for a training step that diverged (learning rate too high)."
         )
 
     def _flatness(self, white: Whitening, mask: Bool[Tensor, "B M"]) -> str:
@@ -166,12 +170,12 @@ class MVELayer(nn.Module):
 
 
 def at_least_one(value: Any, name: str) -> int:
-    """A count, or a clear error."""
+    """Check that an argument is an integer of at least 1 and return it."""
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):  # True is an index, but nobody means a count by it
+    if number is None or isinstance(value, bool):  # operator.index accepts True
         raise TypeError(f"{name} must be a whole number of at least 1, got {value!r}; give a number such as 8.")
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}.")
@@ -179,7 +183,7 @@ def at_least_one(value: Any, name: str) -> int:
 
 
 def at_least_zero(value: Any, name: str) -> float:
-    """A finite number that is not negative, or a clear error."""
+    """Check that an argument is a finite number of at least 0 and return it."""
     try:
         number = None if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
@@ -192,10 +196,9 @@ def at_least_zero(value: Any, name: str) -> float:
 
 
 def refuse_transforms(name: str) -> None:
-    """An error inside of torch.func.grad, vmap and the like, whose tensors have no values to compute with."""
+    """Raise an error inside a torch.func transform (grad, vmap, ...): its tensors have no values to compute with."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{name} cannot run inside of a transform of torch.func (grad, vmap, jacrev and so on): it needs the "
-            "values of the points. Take gradients by backward() or torch.autograd.grad, and give several sets as one "
-            "batch."
+            f"{name} cannot run inside a torch.func transform (grad, vmap, jacrev and so on): it needs the values of "
+            "the points. Take gradients with backward() or torch.autograd.grad, and pass several sets as one batch."
         )

@@ -1,4 +1,4 @@
-r"""The closest points of two reduced convex hulls as a torch layer, through cvxpylayers."""
+"""The torch layer :class:`RCHLayer`: closest points of two reduced convex hulls, program (4), through cvxpylayers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sepc_torch.shapes import Float
 if TYPE_CHECKING:
     from cvxpylayers.torch import CvxpyLayer
 
-# Hulls closer than this, relative to the extent of the points, count as touching: the difference then has no direction.
+# Hulls closer than this, relative to the extent of the points, count as touching: the difference has no direction.
 _TOUCHING = 1e-6
-# The squared difference may exceed the least product of the two hulls by this, relative to the squared extent, as in
-# sepc_torch.solvers.programs: it bounds the squared error of the difference.
+# Largest accepted duality gap, relative to the squared extent, as in sepc_torch.solvers.programs: the squared norm of
+# the difference w minus the least product of w with a difference of the hulls. It bounds the squared error of w.
 _ACCEPTED = 1e-8
-# SCS's tolerance: the conditions then hold to some 1e-10, a hundred times better than what is accepted. At 1e-8, enough
-# for ellipsoids, one answer in a hundred fails the check.
+# Tolerance of SCS, tight enough that its solutions pass the check above. At 1e-8, enough for ellipsoids, some do not.
 _TOLERANCE = 1e-10
-# Up to so many points the derivative is solved densely, ten to a hundred times more accurate than by LSQR and as fast.
+# Up to this number of points the derivative is solved by a dense factorisation, which is more accurate than LSQR.
 _DENSE = 200
+_NAME = "The closest points of reduced hulls"
 
 
 class ClosestPoints(NamedTuple):
     r"""The closest points :math:`c = X^\top u` and :math:`d = Y^\top v` of two reduced hulls, with their weights.
 
-    The difference :math:`w = c - d` is unique; c, d and the weights need not be, and then their gradients are those of
-    the ones found.
+    The difference :math:`w = c - d` is unique. c, d and the weights need not be; if they are not, their gradients are
+    those of the solution found.
     """
 
     c: Float[Tensor, "*batch D"]
@@ -43,14 +43,15 @@ class ClosestPoints(NamedTuple):
 
 
 class RCHLayer(nn.Module):
-    r"""The closest points of two reduced convex hulls, program (4) of the paper, differentiable in the points.
+    r"""Layer that finds the closest points of two reduced convex hulls, program (4), differentiable in the points.
 
     .. math:: \min_{u, v}\ \|X^\top u - Y^\top v\| \quad \text{s.t.}\quad e^\top u = e^\top v = 1,\ \ 0 \le u, v \le D e
 
-    The norm is not squared: the minimum is the same, but the derivative of the cone program is ten times more accurate.
-    A hull of cap 1 / N is the centroid of its points and needs no program. Computes on the CPU in float64, one pair
-    after the other, with autocast off; returns the dtype of the points (float32 for half precision) on their device.
-    Needs the extra ``layers``. Where the hulls meet the difference vanishes and has no gradient: an error.
+    The norm is not squared: the minimiser is the same, but the derivative of the cone program is more accurate. A hull
+    with cap 1 / N is the centroid of its points and needs no program. The layer computes on the CPU in float64, one
+    pair after the other, with autocast off. It returns the dtype of the points (float32 for half precision) on their
+    device. It needs the extra ``layers``. Hulls that intersect are an error, because their difference is zero and has
+    no gradient.
 
     Args:
         first: Number of points N of the first set.
@@ -75,16 +76,16 @@ class RCHLayer(nn.Module):
         if not cap >= least * (1.0 - 1e-12):
             raise ValueError(
                 f"cap={cap} is below 1/min(first, second) = {least}: {min(self.first, self.second)} weights of at most "
-                "that cannot sum to 1."
+                f"{cap} cannot sum to 1. Give a cap of at least {least}, or leave it out."
             )
         self.cap = max(cap, least)
 
     def extra_repr(self) -> str:
-        """The settings."""
+        """The settings, for ``repr``."""
         return f"first={self.first}, second={self.second}, features={self.features}, cap={self.cap}"
 
     def forward(self, x: Float[Tensor, "*batch N D"], y: Float[Tensor, "*batch M D"]) -> ClosestPoints:
-        """The closest points of the hulls of (N, D) and (M, D), or of B such pairs."""
+        """Find the closest points of the hulls of x (N, D) and y (M, D), or of B pairs of sets."""
         refuse_transforms(type(self).__name__)
         for name, z, count in (("x", x, self.first), ("y", y, self.second)):
             if z.ndim not in (2, 3) or z.shape[-2:] != (count, self.features) or z.shape[:-2] != x.shape[:-2]:
@@ -93,7 +94,10 @@ class RCHLayer(nn.Module):
                     f"same B for x and y; got {tuple(z.shape)}."
                 )
             if not bool(z.isfinite().all()):
-                raise ValueError(f"{name} holds NaN or infinity; drop such points, or look at the step before.")
+                raise ValueError(
+                    f"{name} holds NaN or infinity. Drop these points, or check for a training step that diverged "
+                    "(learning rate too high)."
+                )
         dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             wide = [(z if z.ndim == 3 else z.unsqueeze(0)).cpu().double() for z in (x, y)]
@@ -102,9 +106,9 @@ class RCHLayer(nn.Module):
         return ClosestPoints(*((t.squeeze(0) if single else t).to(x.device, dtype) for t in found))
 
     def _solve(self, x: Float[Tensor, "B N D"], y: Float[Tensor, "B M D"]) -> ClosestPoints:
-        if len(x) == 0:  # cvxpylayers cannot stack the answers of no pairs
+        if len(x) == 0:  # cvxpylayers cannot stack an empty list of results
             return ClosestPoints(x.sum(1), y.sum(1), x.sum(2), y.sum(2))
-        # Neither the weights nor the conditions change when both sets are moved and scaled together.
+        # A common shift and scaling of both sets changes neither the weights nor the optimality conditions.
         joint = torch.cat([x, y], dim=1).detach()
         origin = 0.5 * (x.detach().mean(1, keepdim=True) + y.detach().mean(1, keepdim=True))
         extent = (joint - origin).abs().amax((1, 2), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
@@ -112,18 +116,18 @@ class RCHLayer(nn.Module):
         u, v = (z.new_full(z.shape[:2], 1.0 / z.shape[1]) for z in unit)
         free = [self.cap * z.shape[1] > 1.0 + 1e-9 for z in unit]
         if any(free):
-            from sepc_torch.layers import cvxpylayers_backend  # with cvxpylayers, an extra
+            from sepc_torch.layers import cvxpylayers_backend  # imports cvxpylayers, an optional dependency
 
-            # A set reduced to its centroid is a hull of one point.
+            # A set reduced to its centroid enters the program as a hull of one point.
             given = [z if moves else z.mean(1, keepdim=True) for z, moves in zip(unit, free, strict=True)]
             counts = given[0].shape[1], given[1].shape[1]
-            program = cvxpylayers_backend.cached(
-                ("hulls", *counts, self.features, self.cap), lambda: _state(*counts, self)
+            program = cvxpylayers_backend.compiled(
+                ("reduced hulls", *counts, self.features, self.cap), lambda: _program(*counts, self)
             )
             mode = "dense" if sum(counts) <= _DENSE else "lsqr"
             found = cvxpylayers_backend.run(program, given, _NAME, self._size(), mode=mode, eps=_TOLERANCE)
             u, v = (w if moves else equal for w, moves, equal in zip(found, free, (u, v), strict=True))
-        # Differences keep their digits far from zero.
+        # In the shifted coordinates the difference c - d loses no digits far from the origin.
         c = (u.unsqueeze(1) @ unit[0]).squeeze(1)
         d = (v.unsqueeze(1) @ unit[1]).squeeze(1)
         self._check(*(t.detach() for t in (*unit, u, v, c - d)))
@@ -134,14 +138,15 @@ class RCHLayer(nn.Module):
         return f"{self.first} + {self.second} points x {self.features} dims"
 
     def _check(self, x: Tensor, y: Tensor, u: Tensor, v: Tensor, w: Tensor) -> None:
+        """Raise an error for hulls that intersect and for solutions that violate the optimality conditions."""
         from sepc_torch.layers import cvxpylayers_backend
         from sepc_torch.solvers.programs.reduced_hull import least_mean
 
         touching = (torch.linalg.vector_norm(w, dim=-1) <= _TOUCHING).nonzero().squeeze(-1).tolist()
         if touching:
             raise ValueError(
-                f"The reduced hulls of the pairs {touching} of the batch meet, so that the direction between them, and "
-                "its gradient, is undefined. Give a smaller cap, or leave such pairs out."
+                f"The reduced hulls of the pairs {touching} of the batch intersect, so that the direction between them "
+                "and its gradient are undefined. Give a smaller cap, or leave these pairs out."
             )
         for number in range(len(w)):
             ahead, behind = (x[number] @ w[number]).numpy(), (y[number] @ w[number]).numpy()
@@ -149,21 +154,20 @@ class RCHLayer(nn.Module):
             off = max(abs(float(t[number].sum()) - 1.0) for t in (u, v))
             if not max(gap, off) <= _ACCEPTED:
                 raise cvxpylayers_backend.failure(
-                    _NAME, self._size(), f"in pair {number} the conditions fail by {max(gap, off):.1e}"
+                    _NAME, self._size(), f"in pair {number} the optimality conditions fail by {max(gap, off):.1e}"
                 )
 
 
-_NAME = "The closest points of reduced hulls"
-
-
-def _state(first: int, second: int, layer: RCHLayer) -> CvxpyLayer:
+def _program(first: int, second: int, layer: RCHLayer) -> CvxpyLayer:
+    """Program (4) for sets of these sizes, with the points as parameters."""
     import cvxpy as cp
     from cvxpylayers.torch import CvxpyLayer
 
+    from sepc_torch.solvers.programs.reduced_hull import weights_and_difference
+
     x, y = cp.Parameter((first, layer.features)), cp.Parameter((second, layer.features))
-    u, v, w = cp.Variable(first), cp.Variable(second), cp.Variable(layer.features)
-    weights = [cp.sum(u) == 1, cp.sum(v) == 1, u >= 0, v >= 0]
-    # A hull of one point has its only weight from the sum; a cap below it would leave nothing.
-    weights += [z <= layer.cap for z in (u, v) if z.size > 1]
-    problem = cp.Problem(cp.Minimize(cp.norm(w, 2)), [w == x.T @ u - y.T @ v, *weights])
-    return CvxpyLayer(problem, [x, y], [u, v])
+    # The weight of a single point is 1. A cap below 1 would make the program infeasible.
+    caps = [layer.cap if points > 1 else None for points in (first, second)]
+    u, v, difference, constraints = weights_and_difference(x, y, caps)
+    w = cp.Variable(layer.features)
+    return CvxpyLayer(cp.Problem(cp.Minimize(cp.norm(w, 2)), [w == difference, *constraints]), [x, y], [u, v])

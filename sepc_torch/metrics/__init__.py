@@ -1,7 +1,9 @@
-"""Metrics of trust: does a score rank mistakes, find unknowns, and mean what it says?
+"""Evaluation of trust scores: metrics, baselines, and the one-call comparison.
 
-Functions of tensors, in O(n log n), exact for scores with ties. :mod:`sepc_torch.metrics.torchmetrics` has the same as
-torchmetrics classes.
+The metrics measure whether a score ranks mistakes last (:mod:`~sepc_torch.metrics.selective`), separates unknown
+samples from known ones (:mod:`~sepc_torch.metrics.unknowns`), and is a calibrated probability
+(:mod:`~sepc_torch.metrics.calibration`). They are functions of tensors, take O(n log n) time, and are exact for scores
+with ties. :mod:`sepc_torch.metrics.torchmetrics` wraps them as torchmetrics classes.
 """
 
 from __future__ import annotations

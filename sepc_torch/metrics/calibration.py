@@ -1,4 +1,4 @@
-"""Whether a confidence that claims to be a probability is one."""
+"""Calibration metrics: expected calibration error, Brier score and reliability diagram."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from sepc_torch.metrics.selective import check_flags, check_scores
 from sepc_torch.shapes import Bool, Float, Int
 
 Binning = Literal["width", "mass"]
-# Standard normal quantile of a 95 % interval.
+# The 97.5 % quantile of the standard normal distribution, for a two-sided 95 % interval.
 _NORMAL = 1.959963984540054
 
 
 class Reliability(NamedTuple):
-    """For every distinct confidence (V,): how many predictions have it, their share right, and its 95 % interval."""
+    """A reliability diagram: one entry for each of the V distinct confidences.
+
+    Attributes:
+        confidence: The distinct confidences, ascending.
+        size: Number of predictions with that confidence.
+        right: Fraction of those predictions that are right.
+        low, high: Wilson's 95 % interval of ``right``.
+    """
 
     confidence: Float[Tensor, "V"]
     size: Int[Tensor, "V"]
@@ -33,10 +40,10 @@ def ece(
 
     Args:
         probability: The confidence, from 0 to 1.
-        correct: Which predictions are right.
-        bins: How many bins.
-        binning: ``"width"``: bins :math:`(\frac{b - 1}{B}, \frac bB]` of equal width. ``"mass"``: bins of equally many
-            predictions in the order of confidence, where equal ones stay together in the bin of the first.
+        correct: True where the prediction is right.
+        bins: Number of bins.
+        binning: ``"width"``: bins :math:`(\frac{b - 1}{B}, \frac bB]` of equal width. ``"mass"``: bins with equally
+            many predictions, in the order of confidence; predictions of equal confidence share the bin of the first.
 
     >>> ece(torch.tensor([0.9, 0.9, 0.6, 0.6]), torch.tensor([True, True, True, False]))
     tensor(0.1000, dtype=torch.float64)
@@ -45,7 +52,7 @@ def ece(
     bins = count(bins, "bins", least=1)
     p = probability.double()
     if binning == "width":
-        # Edges as numbers, not products: a confidence of exactly 0.2 belongs to the bin that ends there.
+        # Compare with the edges instead of multiplying by `bins`, so that 0.2 falls into the bin that ends at 0.2.
         edges = torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=p.device)[1:-1]
         bin_of = torch.bucketize(p, edges)
     else:
@@ -57,7 +64,7 @@ def ece(
 
 
 def brier(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    r"""Brier score of the event that the prediction is right, :math:`\frac1n \sum_i (p_i - [\mathrm{right}_i])^2`.
+    r"""Brier score of the event "the prediction is right", :math:`\frac1n \sum_i (p_i - [\mathrm{right}_i])^2`.
 
     >>> brier(torch.tensor([1.0, 0.5]), torch.tensor([True, False]))
     tensor(0.1250, dtype=torch.float64)
@@ -67,7 +74,9 @@ def brier(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[
 
 
 def reliability(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Reliability:
-    """Share right by distinct confidence, with Wilson's interval: the reliability diagram of a score of few values.
+    """Accuracy at each distinct confidence, with Wilson's 95 % interval.
+
+    This is the reliability diagram of a score with few distinct values.
 
     >>> found = reliability(torch.tensor([0.9, 0.5, 0.5]), torch.tensor([True, True, False]))
     >>> found.confidence.tolist(), found.size.tolist(), found.right.tolist()
@@ -86,6 +95,6 @@ def _check_probability(probability: Tensor, correct: Tensor) -> None:
     check_flags(correct)
     if bool(((probability < 0) | (probability > 1)).any()):
         raise ValueError(
-            f"A probability lies between 0 and 1, got values from {float(probability.min())} to "
-            f"{float(probability.max())}. Scores without that claim, such as margins, are ranked, not calibrated."
+            f"Probabilities must lie between 0 and 1, got values from {float(probability.min())} to "
+            f"{float(probability.max())}. Use a ranking metric, such as aurc, for scores that are not probabilities."
         )

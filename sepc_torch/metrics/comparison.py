@@ -1,4 +1,4 @@
-"""The table of scores and metrics that ``compare`` makes, and how it prints."""
+"""Result of ``compare``: a table with a row per score and a column per metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Column(NamedTuple):
-    """How a metric is printed: its title, a factor, decimals, and whether more is better."""
+    """Format of a metric in the printed table: title, factor, decimals, and whether higher is better."""
 
     title: str
     factor: float
@@ -23,7 +23,7 @@ class _Column(NamedTuple):
     more: bool
 
 
-# By the names of the functions in sepc_torch.metrics.
+# The keys are the names of the functions in sepc_torch.metrics.
 _COLUMNS = {
     "aurc": _Column("AURC x1000", 1000.0, 2, more=False),
     "naurc": _Column("NAURC", 1.0, 3, more=False),
@@ -37,17 +37,17 @@ _COLUMNS = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """What :func:`~sepc_torch.compare` found; ``print`` shows it as a table with the best of every column marked.
+    """Result of :func:`~sepc_torch.compare`; ``print`` shows a table that marks the best score of every column.
 
     Attributes:
-        rows: One dictionary per score: its name under ``"score"``, then a float under the name of every metric, as
-            :mod:`sepc_torch.metrics` computes it (the table shows AURC times 1000). NaN where a score has no such
-            metric, or no mistake defines it.
-        accuracy: Share of the judged rows whose network label is right.
-        judged: Which rows of the test set were judged, in ascending order.
-        unknown: How many unknown rows were judged.
-        caption: Two lines that say what was judged, and how to read the table.
-        head: The calibrated head, ready to use.
+        rows: One dictionary per score: the title of the score under ``"score"``, and a float under the name of every
+            metric of :mod:`sepc_torch.metrics` (the printed table shows AURC times 1000). NaN if the metric is
+            undefined for the score, or if the network made no mistake, or only mistakes.
+        accuracy: Fraction of the evaluated rows whose network label is right.
+        judged: Indices of the test rows used for evaluation, ascending.
+        unknown: Number of unknown rows used for evaluation.
+        caption: Two lines: the rows used for evaluation, and how to read the table.
+        head: The calibrated head, ready for use.
     """
 
     rows: list[dict[str, Any]]
@@ -59,18 +59,18 @@ class Comparison:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics, by name."""
+        """Names of the metrics."""
         return tuple(self.rows[0])[1:]
 
     def best(self, column: str) -> str:
-        """The name of the best score of a column; of equals, the one that stands first."""
+        """Title of the best score of a column; among equal scores, the first."""
         if column not in self.columns:
             raise ValueError(f"There is no column {column!r}; this comparison has {', '.join(self.columns)}.")
         value = self._best_value(column)
         if value is None:
             raise ValueError(
-                f"No score has a value in column {column!r}: it takes mistakes and right labels, and the network's "
-                f"accuracy is {self.accuracy:.0%} on the judged rows."
+                f"No score has a value in column {column!r}: a ranking needs right and wrong labels, and the network's "
+                f"accuracy is {self.accuracy:.0%} on the evaluated rows."
             )
         return str(next(row["score"] for row in self.rows if row[column] == value))
 

@@ -1,10 +1,12 @@
-r"""How well a score ranks predictions: selective prediction, where the least confident are left to someone else.
+r"""Selective prediction metrics: how well a confidence score ranks right predictions above wrong ones.
 
-The predictions are accepted in the order of their confidence, :math:`\pi(1), \dots, \pi(n)`; with errors
-:math:`e_i \in \{0, 1\}`, accepting the first :math:`j` is coverage :math:`j / n` at the selective risk
-:math:`r_j = \frac1j \sum_{i \le j} e_{\pi(i)}` and the generalised risk :math:`g_j = \frac jn r_j`. Predictions of
-equal confidence come in no order: every value is the expectation over all of them, so that a score of few distinct
-values is neither flattered nor punished by chance.
+The classifier accepts predictions in descending order of confidence, :math:`\pi(1), \dots, \pi(n)`, and abstains from
+the rest. Let :math:`e_i \in \{0, 1\}` be the errors. Accepting the first :math:`j` predictions gives coverage
+:math:`j / n`, selective risk :math:`r_j = \frac1j \sum_{i \le j} e_{\pi(i)}` and generalised risk
+:math:`g_j = \frac jn r_j`.
+
+Ties have no order. Every metric is the expectation over all orders of tied predictions, so its value does not depend on
+the order of the rows.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from sepc_torch.shapes import Bool, Float
 
 
 def aurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    r"""Area under the risk-coverage curve, :math:`\frac1n \sum_j r_j`; less is better.
+    r"""Area under the risk-coverage curve (AURC), :math:`\frac1n \sum_j r_j`; lower is better.
 
-    Summed by predictions, an error in place :math:`j` costs :math:`\frac1n (H_n - H_{j-1})`, harmonic numbers.
+    An error in place :math:`j` contributes :math:`\frac1n (H_n - H_{j-1})`, where :math:`H` are the harmonic numbers.
 
     >>> aurc(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([True, True, False]))  # (0 + 0 + 1/3) / 3
     tensor(0.1111, dtype=torch.float64)
@@ -29,7 +31,7 @@ def aurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Te
 
 
 def optimal_aurc(correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    r"""The least AURC with these errors, all of them last: :math:`\frac1n (m - (n - m)(H_n - H_{n-m}))` for m of n.
+    r"""Lowest AURC possible with m errors of n, all ranked last: :math:`\frac1n (m - (n - m)(H_n - H_{n-m}))`.
 
     >>> optimal_aurc(torch.tensor([False, True, True]))
     tensor(0.1111, dtype=torch.float64)
@@ -38,7 +40,7 @@ def optimal_aurc(correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
 
 
 def eaurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Excess AURC: what the ranking costs, above the best ranking of the same errors.
+    """Excess AURC: AURC minus the AURC of the best ranking of these errors; lower is better.
 
     >>> eaurc(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([True, True, False]))
     tensor(0., dtype=torch.float64)
@@ -47,9 +49,10 @@ def eaurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[T
 
 
 def naurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Normalised AURC: 0 for the best ranking of the same errors, 1 for a random one; NaN without errors, or only such.
+    """Normalised AURC: 0 for the best ranking of these errors, 1 for a random ranking; lower is better.
 
-    Other than AURC it can be compared between classifiers of different accuracy.
+    Unlike AURC, the value can be compared between classifiers of different accuracy. NaN if all predictions are right
+    or all are wrong.
 
     >>> naurc(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([True, True, False])).round(decimals=9)
     tensor(1., dtype=torch.float64)
@@ -61,9 +64,10 @@ def naurc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[T
 
 
 def augrc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    r"""Area under the generalised risk, :math:`\int g\, dc` by trapezoids; less is better.
+    r"""Area under the generalised risk-coverage curve (AUGRC), :math:`\int g\, dc` by trapezoids; lower is better.
 
-    With the risk r of all predictions it is :math:`r (1 - r)(1 - a) + r^2 / 2`, a the AUROC of finding errors.
+    It equals :math:`r (1 - r)(1 - a) + r^2 / 2`, where r is the error rate of all predictions and a is
+    :func:`failure_auroc`.
 
     >>> augrc(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([True, True, False]))  # r^2 / 2, the optimum
     tensor(0.0556, dtype=torch.float64)
@@ -72,7 +76,9 @@ def augrc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[T
 
 
 def failure_auroc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
-    """How often a right prediction has more confidence than a wrong one, ties counted half; NaN without either.
+    """AUROC of detecting mistakes: probability that a right prediction has more confidence than a wrong one.
+
+    Ties count one half. NaN if all predictions are right or all are wrong.
 
     >>> failure_auroc(torch.tensor([0.9, 0.8, 0.8]), torch.tensor([True, True, False]))
     tensor(0.7500, dtype=torch.float64)
@@ -83,7 +89,9 @@ def failure_auroc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) ->
 
 
 def auroc(higher: Float[Tensor, "P"], lower: Float[Tensor, "Q"]) -> Float[Tensor, ""]:
-    """How often a value of the first kind is above one of the second, ties counted half; NaN where one is empty.
+    """Probability that a value of ``higher`` exceeds a value of ``lower``; ties count one half.
+
+    NaN if either tensor is empty.
 
     >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))
     tensor(0.8750, dtype=torch.float64)
@@ -96,29 +104,29 @@ def auroc(higher: Float[Tensor, "P"], lower: Float[Tensor, "Q"]) -> Float[Tensor
 
 
 def risk_at_coverage(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], coverage: float) -> Float[Tensor, ""]:
-    r"""The selective risk of the most confident ``coverage`` of the predictions, rounded up to whole predictions.
+    r"""Selective risk at a coverage: error rate of the most confident predictions, their number rounded up.
 
     >>> risk_at_coverage(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([True, False, False]), coverage=0.6)
     tensor(0.5000, dtype=torch.float64)
     """
     if not 0.0 < coverage <= 1.0:
-        raise ValueError(f"coverage is a share above 0 and at most 1, got {coverage}.")
+        raise ValueError(f"coverage must be above 0 and at most 1, got {coverage}.")
     errors = expected_losses(confidence, _errors(correct))
-    # 0.8 * 5 is a hair above 4 in floating point, and no reason for a fifth prediction.
+    # 0.07 * 100 exceeds 7 in floating point; the factor prevents the ceiling from accepting an eighth prediction.
     accepted = -int(-(coverage * len(errors) * (1.0 - 1e-12)) // 1.0)
     return errors[:accepted].mean()
 
 
 def coverage_at_risk(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], risk: float) -> Float[Tensor, ""]:
-    r"""The largest coverage :math:`j / n` with selective risk :math:`r_j` of at most ``risk``, 0 where there is none.
+    r"""Largest coverage :math:`j / n` whose selective risk :math:`r_j` is at most ``risk``; 0 if there is none.
 
-    A threshold accepts all predictions of equal confidence or none, so that only whole groups of them count.
+    A threshold accepts all predictions of equal confidence or none, so only coverages that keep ties together count.
 
     >>> coverage_at_risk(torch.tensor([0.9, 0.8, 0.7, 0.7]), torch.tensor([True, False, True, True]), risk=0.3)
     tensor(1., dtype=torch.float64)
     """
     if not 0.0 <= risk <= 1.0:
-        raise ValueError(f"risk is a share from 0 to 1, got {risk}.")
+        raise ValueError(f"risk must lie between 0 and 1, got {risk}.")
     check_scores(confidence, correct)
     _, block = confidence.unique(return_inverse=True)
     count = torch.bincount(block).flip(0).cumsum(0)
@@ -130,10 +138,11 @@ def coverage_at_risk(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"],
 def scod_aurc(
     confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], unknown: Bool[Tensor, "B"], unknown_cost: float = 0.5
 ) -> Float[Tensor, ""]:
-    r"""AURC of a score that must refuse the network's mistakes and what it never learnt, together.
+    r"""AURC of the joint task: reject the network's mistakes and samples of unknown classes.
 
-    Accepting an unknown costs :math:`c`, a mistake on a known one :math:`1 - c`; what ``correct`` says of unknowns does
-    not matter. State the share of unknowns with the number: it decides its size.
+    SCOD is selective classification with out-of-distribution detection. Accepting an unknown sample costs :math:`c`
+    (``unknown_cost``), accepting a mistake on a known sample costs :math:`1 - c`. The value of ``correct`` is ignored
+    for unknown samples. Report the fraction of unknown samples with the value, because the value depends on it.
 
     >>> known, unknown = torch.tensor([True, False, False]), torch.tensor([False, False, True])
     >>> scod_aurc(torch.tensor([0.9, 0.8, 0.7]), known, unknown)  # (0 + 1/4 + 1/3) / 3
@@ -145,7 +154,7 @@ def scod_aurc(
 def scod_augrc(
     confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], unknown: Bool[Tensor, "B"], unknown_cost: float = 0.5
 ) -> Float[Tensor, ""]:
-    """AUGRC of the same joint task as :func:`scod_aurc`.
+    """AUGRC of the joint task of :func:`scod_aurc`.
 
     >>> known, unknown = torch.tensor([True, False, False]), torch.tensor([False, False, True])
     >>> scod_augrc(torch.tensor([0.9, 0.8, 0.7]), known, unknown)
@@ -155,7 +164,7 @@ def scod_augrc(
 
 
 def expected_losses(confidence: Float[Tensor, "B"], loss: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """The loss to expect in every place of the order, in float64: equal confidences share theirs evenly.
+    """Expected loss at each place of the ranking, in float64; tied predictions share their mean loss.
 
     >>> expected_losses(torch.tensor([0.9, 0.1, 0.1]), torch.tensor([0.0, 1.0, 0.0]))
     tensor([0.0000, 0.5000, 0.5000], dtype=torch.float64)
@@ -167,19 +176,21 @@ def expected_losses(confidence: Float[Tensor, "B"], loss: Float[Tensor, "B"]) ->
 
 
 def check_scores(confidence: Any, other: Any) -> None:
-    """A clear error for what cannot be judged."""
+    """Raise an error unless both are one-dimensional tensors of equal length, with at least one value and no NaN."""
     for given in (confidence, other):
         if not isinstance(given, Tensor):
             raise TypeError(f"Metrics take tensors, got a {type(given).__name__}; convert it with torch.as_tensor.")
     if confidence.ndim != 1 or confidence.shape != other.shape:
         raise ValueError(
-            "Confidence, and what is known of each prediction, hold one value for each; got the shapes "
+            "The confidences and the flags or losses must be one-dimensional and of equal length; got the shapes "
             f"{tuple(confidence.shape)} and {tuple(other.shape)}."
         )
     if len(confidence) == 0:
-        raise ValueError("There are no predictions to judge.")
+        raise ValueError("There are no predictions; pass at least one.")
     if confidence.isnan().any():
-        raise ValueError("A confidence is NaN; decide first what such a prediction is worth, for instance -inf.")
+        raise ValueError(
+            "A confidence is NaN. Replace NaN first, for example with -inf, which ranks the prediction last."
+        )
 
 
 def _errors(correct: Bool[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -188,15 +199,15 @@ def _errors(correct: Bool[Tensor, "B"]) -> Float[Tensor, "B"]:
 
 
 def check_flags(flags: Any) -> None:
-    """A clear error for numbers in place of true and false: their negation would be another number."""
+    """Raise an error unless the flags are boolean; the negation of an integer tensor is another integer tensor."""
     if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
         given = flags.dtype if isinstance(flags, Tensor) else type(flags).__name__
-        raise TypeError(f"What is right, or unknown, is given as a boolean tensor, got {given}; use label == target.")
+        raise TypeError(f"The flags must be a boolean tensor, got {given}; compute them with label == target.")
 
 
 def _joint_losses(correct: Bool[Tensor, "B"], unknown: Bool[Tensor, "B"], cost: float) -> Float[Tensor, "B"]:
     if not 0.0 <= cost <= 1.0:
-        raise ValueError(f"unknown_cost is a share from 0 to 1, got {cost}.")
+        raise ValueError(f"unknown_cost must lie between 0 and 1, got {cost}.")
     check_flags(unknown)
     return torch.where(unknown, cost, (1.0 - cost) * _errors(correct))
 
@@ -209,6 +220,6 @@ def _area_under_risk(losses: Float[Tensor, "B"]) -> Float[Tensor, ""]:
 
 def _area_under_generalised_risk(losses: Float[Tensor, "B"]) -> Float[Tensor, ""]:
     n = len(losses)
-    # Trapezoids under the running sum: a loss in place j counts for the n - j places after it, and half for its own.
+    # Trapezoids under the cumulative sum: a loss in place j counts for the n - j later places, plus one half.
     after = torch.arange(n - 1, -1, -1, dtype=torch.float64, device=losses.device) + 0.5
     return losses @ after / n**2

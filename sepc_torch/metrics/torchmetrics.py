@@ -1,4 +1,6 @@
-"""The same metrics as torchmetrics classes (extra ``lightning``): for any score, over batches, epochs and processes.
+"""Torchmetrics classes of the metrics (extra ``lightning``), accumulated over batches and processes.
+
+Each class wraps the function of that name in :mod:`sepc_torch.metrics` and takes any score.
 
 >>> import torch
 >>> metric = AURC()
@@ -24,8 +26,8 @@ from sepc_torch.metrics.unknowns import Positive
 from sepc_torch.shapes import Bool, Float
 
 
-class _OfPredictions(Metric):
-    """A function of all confidences and of what is known of each prediction; its value needs all of them at once."""
+class _PredictionMetric(Metric):
+    """Metric of confidences and correctness flags; keeps all of them, because the value depends on their order."""
 
     full_state_update = False
     is_differentiable = False
@@ -40,17 +42,17 @@ class _OfPredictions(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> None:
-        """Add a batch: how sure of each prediction, and which are right."""
+        """Add a batch: the confidence of each prediction, and True where the prediction is right."""
         self.confidence.append(confidence.detach().double())
         self.correct.append(correct)
 
     def compute(self) -> Tensor:
-        """The value over all that was added."""
+        """The metric of all batches added since the last reset."""
         return self.function(dim_zero_cat(self.confidence), dim_zero_cat(self.correct), **self.options)
 
 
-class _Joint(_OfPredictions):
-    """The same where some samples are of a kind never seen in training."""
+class _JointMetric(_PredictionMetric):
+    """Metric of confidences, correctness flags and flags of unknown samples."""
 
     unknown: list[Tensor]
 
@@ -61,46 +63,46 @@ class _Joint(_OfPredictions):
     def update(  # type: ignore[override]
         self, confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], unknown: Bool[Tensor, "B"]
     ) -> None:
-        """Add a batch; what ``correct`` says of unknown samples does not matter."""
+        """Add a batch; the value of ``correct`` is ignored for unknown samples."""
         super().update(confidence, correct)
         self.unknown.append(unknown)
 
     def compute(self) -> Tensor:
-        """The value over all that was added."""
+        """The metric of all batches added since the last reset."""
         columns = (dim_zero_cat(column) for column in (self.confidence, self.correct, self.unknown))
         return self.function(*columns, **self.options)
 
 
-class AURC(_OfPredictions):
+class AURC(_PredictionMetric):
     """Area under the risk-coverage curve, see :func:`~sepc_torch.metrics.aurc`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(selective.aurc, {}, **settings)
 
 
-class EAURC(_OfPredictions):
-    """AURC above the best ranking, see :func:`~sepc_torch.metrics.eaurc`."""
+class EAURC(_PredictionMetric):
+    """AURC minus the AURC of the best ranking, see :func:`~sepc_torch.metrics.eaurc`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(selective.eaurc, {}, **settings)
 
 
-class NAURC(_OfPredictions):
-    """AURC between the best ranking (0) and a random one (1), see :func:`~sepc_torch.metrics.naurc`."""
+class NAURC(_PredictionMetric):
+    """AURC scaled from 0 (best ranking) to 1 (random ranking), see :func:`~sepc_torch.metrics.naurc`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(selective.naurc, {}, **settings)
 
 
-class AUGRC(_OfPredictions):
-    """Area under the generalised risk, see :func:`~sepc_torch.metrics.augrc`."""
+class AUGRC(_PredictionMetric):
+    """Area under the generalised risk-coverage curve, see :func:`~sepc_torch.metrics.augrc`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(selective.augrc, {}, **settings)
 
 
-class FailureAUROC(_OfPredictions):
-    """AUROC of finding mistakes, see :func:`~sepc_torch.metrics.failure_auroc`."""
+class FailureAUROC(_PredictionMetric):
+    """AUROC of detecting mistakes, see :func:`~sepc_torch.metrics.failure_auroc`."""
 
     higher_is_better = True
 
@@ -108,15 +110,15 @@ class FailureAUROC(_OfPredictions):
         super().__init__(selective.failure_auroc, {}, **settings)
 
 
-class RiskAtCoverage(_OfPredictions):
-    """Error rate of the most confident share, see :func:`~sepc_torch.metrics.risk_at_coverage`."""
+class RiskAtCoverage(_PredictionMetric):
+    """Error rate of the most confident predictions, see :func:`~sepc_torch.metrics.risk_at_coverage`."""
 
     def __init__(self, coverage: float = 0.8, **settings: Any) -> None:
         super().__init__(selective.risk_at_coverage, {"coverage": coverage}, **settings)
 
 
-class CoverageAtRisk(_OfPredictions):
-    """Largest share with an error rate, see :func:`~sepc_torch.metrics.coverage_at_risk`."""
+class CoverageAtRisk(_PredictionMetric):
+    """Largest coverage with at most this error rate, see :func:`~sepc_torch.metrics.coverage_at_risk`."""
 
     higher_is_better = True
 
@@ -124,36 +126,36 @@ class CoverageAtRisk(_OfPredictions):
         super().__init__(selective.coverage_at_risk, {"risk": risk}, **settings)
 
 
-class ECE(_OfPredictions):
+class ECE(_PredictionMetric):
     """Expected calibration error, see :func:`~sepc_torch.metrics.ece`."""
 
     def __init__(self, bins: int = 15, binning: Binning = "width", **settings: Any) -> None:
         super().__init__(calibration.ece, {"bins": count(bins, "bins", least=1), "binning": binning}, **settings)
 
 
-class Brier(_OfPredictions):
-    """Brier score of being right, see :func:`~sepc_torch.metrics.brier`."""
+class Brier(_PredictionMetric):
+    """Brier score of the event "the prediction is right", see :func:`~sepc_torch.metrics.brier`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(calibration.brier, {}, **settings)
 
 
-class SCODAURC(_Joint):
-    """AURC of refusing mistakes and unknowns together, see :func:`~sepc_torch.metrics.scod_aurc`."""
+class SCODAURC(_JointMetric):
+    """AURC of rejecting mistakes and unknown samples, see :func:`~sepc_torch.metrics.scod_aurc`."""
 
     def __init__(self, unknown_cost: float = 0.5, **settings: Any) -> None:
         super().__init__(selective.scod_aurc, {"unknown_cost": unknown_cost}, **settings)
 
 
-class SCODAUGRC(_Joint):
-    """AUGRC of refusing mistakes and unknowns together, see :func:`~sepc_torch.metrics.scod_augrc`."""
+class SCODAUGRC(_JointMetric):
+    """AUGRC of rejecting mistakes and unknown samples, see :func:`~sepc_torch.metrics.scod_augrc`."""
 
     def __init__(self, unknown_cost: float = 0.5, **settings: Any) -> None:
         super().__init__(selective.scod_augrc, {"unknown_cost": unknown_cost}, **settings)
 
 
-class _OfUnknowns(Metric):
-    """A function of the confidences of known and of unknown samples."""
+class _UnknownMetric(Metric):
+    """Metric of the confidences of known and of unknown samples."""
 
     full_state_update = False
     is_differentiable = False
@@ -167,18 +169,18 @@ class _OfUnknowns(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, confidence: Float[Tensor, "B"], unknown: Bool[Tensor, "B"]) -> None:
-        """Add a batch: how sure of each sample, and which are unknown."""
+        """Add a batch: the confidence of each sample, and True where the sample is unknown."""
         self.confidence.append(confidence.detach().double())
         self.unknown.append(unknown)
 
     def compute(self) -> Tensor:
-        """The value over all that was added."""
+        """The metric of all batches added since the last reset."""
         confidence, unknown = dim_zero_cat(self.confidence), dim_zero_cat(self.unknown)
         return self.function(confidence[~unknown], confidence[unknown], **self.options)
 
 
-class UnknownAUROC(_OfUnknowns):
-    """AUROC of finding unknowns, see :func:`~sepc_torch.metrics.unknown_auroc`."""
+class UnknownAUROC(_UnknownMetric):
+    """AUROC of separating known samples from unknown ones, see :func:`~sepc_torch.metrics.unknown_auroc`."""
 
     higher_is_better = True
 
@@ -186,8 +188,8 @@ class UnknownAUROC(_OfUnknowns):
         super().__init__(unknowns.unknown_auroc, {}, **settings)
 
 
-class FPR95(_OfUnknowns):
-    """False positives at 95 % recall, by either convention, see :func:`~sepc_torch.metrics.fpr95`."""
+class FPR95(_UnknownMetric):
+    """False-positive rate at 95 % recall, by either convention, see :func:`~sepc_torch.metrics.fpr95`."""
 
     higher_is_better = False
 

@@ -1,4 +1,4 @@
-r"""A bank of ellipsoids as a torch module: (B, D) points to (B, K) distances."""
+r"""Ellipsoid bank: torch module that maps points (B, D) to distances (B, K)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sepc_torch.shapes import Float
 
 
 class PrincipalAxes(NamedTuple):
-    """Centres (K, D), unit directions (K, D, D) as rows and semi-axes (K, D) of ellipsoids."""
+    """Centres (K, D), unit axis directions (K, D, D) as rows, and semi-axis lengths (K, D) of K ellipsoids."""
 
     centers: Float[Tensor, "K D"]
     directions: Float[Tensor, "K D D"]
@@ -25,21 +25,21 @@ class PrincipalAxes(NamedTuple):
 
 
 class EllipsoidBank(nn.Module):
-    r"""Distances :math:`d_k(z) = \|W_k (z - c_k)\|` to K ellipsoids at once.
+    r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|` to K ellipsoids.
 
-    Centres and whiteners are buffers: they move with ``.to()`` and are saved, but nothing trains them. Distances
-    are computed in the wider of the input's and the module's dtype, and never below float32: ``.half()`` moves the
-    module but keeps float32, and autocast is off inside.
+    Centres and whiteners are buffers: they move with ``.to()`` and are saved, but they are not trained. The module
+    computes distances in the wider of the input's and its own dtype, and never below float32: ``.half()`` moves the
+    module but keeps float32, and autocast is disabled inside.
 
-    Points and centres are taken relative to an ``origin`` in their midst, so that data far from zero (a year, a
-    time stamp) lose no digits in float32 beyond those of the points themselves.
+    The module subtracts an ``origin`` from points and centres. The default origin is the mean of the centres. Data
+    far from zero (a year, a time stamp) therefore lose no digits in float32 beyond those of the points themselves.
 
     Args:
-        centers: Centres :math:`c_k` (K, D), relative to ``origin`` where that is given.
+        centers: Centres :math:`c_k` (K, D); relative to ``origin`` if ``origin`` is given.
         whiteners: Whiteners :math:`W_k` (K, D, D).
-        origin: The origin (D,); by default one is chosen.
-        kernel: ``"torch"`` for plain torch operators, ``"triton"`` for one fused kernel on CUDA in float32 that gives
-            distances of the same accuracy, ``"auto"`` for the kernel wherever it can run.
+        origin: The origin (D,); by default the mean of the centres, rounded to float32.
+        kernel: ``"torch"`` uses plain torch operators. ``"triton"`` uses one fused kernel of equal accuracy, on CUDA
+            in float32. ``"auto"`` uses the fused kernel wherever it can run.
 
     >>> import torch
     >>> bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.stack([torch.eye(2), 0.5 * torch.eye(2)]))
@@ -65,10 +65,10 @@ class EllipsoidBank(nn.Module):
         if whiteners.shape != (count, dim, dim):
             raise ValueError(
                 f"{count} centres in {dim} dimensions need whiteners of shape {(count, dim, dim)}, "
-                f"got {tuple(whiteners.shape)}."
+                f"got {tuple(whiteners.shape)}. Pass one {dim} x {dim} whitener per centre."
             )
         if origin is None:
-            # A number that float32 holds exactly: subtracting it from a float32 point nearby rounds nothing.
+            # Float32 represents this origin exactly: subtracting it from a nearby float32 point is exact.
             origin = centers.mean(dim=0).float().to(centers.dtype)
             centers = centers - origin
         self.register_buffer("origin", origin)
@@ -81,7 +81,7 @@ class EllipsoidBank(nn.Module):
 
     @property
     def centers(self) -> Float[Tensor, "K D"]:
-        """The centres in the caller's coordinates."""
+        """Centres (K, D) in the caller's coordinates."""
         return self.origin + self.offsets
 
     @property
@@ -93,39 +93,42 @@ class EllipsoidBank(nn.Module):
         return self.offsets.shape[0]
 
     def forward(self, z: Tensor) -> Float[Tensor, "B K"]:
-        r"""Mahalanobis distance of points (B, D) to each ellipsoid; 1 is the surface."""
+        r"""Mahalanobis distances (B, K) of points (B, D) to each ellipsoid; distance 1 is the surface."""
         if (prepared := self.prepared_for(z)) is not None:
             return fused_distances(z, self.origin, self.offsets, self.whiteners, prepared)
         z = self.relative(z)
         if self.kernel == "triton":
             raise RuntimeError(
                 f"kernel='triton' runs on a CUDA device in float32 with Triton installed; the bank is in "
-                f"{self.offsets.dtype} on {self.offsets.device}, z in {z.dtype}. Move both, or choose kernel='auto'."
+                f"{self.offsets.dtype} on {self.offsets.device}, z is in {z.dtype}. Move both to CUDA in float32, or "
+                "choose kernel='auto'."
             )
         return torch_ops.distances(z, self.offsets.to(z.dtype), self.whiteners.to(z.dtype))
 
     def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
-        """The semi-axes, and centres relative to the origin, with each feature divided by its scale."""
+        """Centres relative to the origin and principal axes, after dividing each feature by its scale."""
         _, inverse, directions = torch.linalg.svd(self.whiteners.double() * scale.double())
         dtype = self.whiteners.dtype
         return PrincipalAxes((self.offsets / scale).to(dtype), directions.to(dtype), (1.0 / inverse).to(dtype))
 
     def prepared_for(self, z: Tensor) -> Split | None:
-        """The ellipsoids as the kernel reads them, if it takes points like these; a clear error if they are none."""
+        """The ellipsoids in the fused kernel's format, or None if the kernel cannot take ``z``; validates ``z``."""
         self._check(z)
         if self.prepared is None or not z.is_cuda or self.prepared.centers.device != z.device:
             return None
         return self.prepared if torch.promote_types(z.dtype, torch.float32) == torch.float32 else None
 
     def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
-        """Points relative to the origin, in the wider of their own and the module's dtype, or a clear error."""
+        """Points minus the origin, in the wider of their own and the module's dtype; validates ``z``."""
         self._check(z)
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
         return z.to(dtype) - self.origin.to(dtype)
 
     def _check(self, z: Any) -> None:
         if not isinstance(z, Tensor):
-            raise TypeError(f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor, or predict for arrays.")
+            raise TypeError(
+                f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor(z), or predict for arrays."
+            )
         if z.dim() != 2 or z.shape[1] != self.dim:
             raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.")
         if not z.is_floating_point():
@@ -134,14 +137,18 @@ class EllipsoidBank(nn.Module):
             raise ValueError(f"z is on {z.device} and the ellipsoids on {self.offsets.device}; move one with .to().")
 
     def warmup(self, *rows: int) -> float:
-        """Compile the kernel for batches of these sizes now; returns the seconds it took.
+        """Compile the kernel before the first request.
 
-        By default they are 1 and 4096, on CUDA also 32 768.
+        Args:
+            rows: Batch sizes; by default 1 and 4096, on CUDA also 32 768.
+
+        Returns:
+            The elapsed seconds.
         """
         return warm_up(self, self.offsets, rows)
 
     def _prepare(self) -> None:
-        """What the kernel reads follows from the buffers: derived again when they move or change, saved nowhere."""
+        """Derive the fused kernel's data from the buffers, whenever they move or change. The data are not saved."""
         wanted = self.kernel != "torch" and possible(self.offsets)
         self.prepared = split(self.offsets, self.whiteners) if wanted else None
 

@@ -1,4 +1,4 @@
-"""Buffers of the frozen modules: never below float32, and of whatever shape a state dict brings."""
+"""Buffer conversion: keep float32 as the lowest precision, resize buffers to a state dict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A conversion that follows ``fn`` to its device but not below float32."""
+    """Wrap a tensor conversion: apply its device, and its dtype unless that is narrower than float32."""
 
     def convert(tensor: Tensor) -> Tensor:
         converted = fn(tensor)
@@ -21,7 +21,11 @@ def at_least_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tenso
 
 
 def resize_buffers(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give the buffers the shapes of a state dict, if it is complete: another partition has other numbers."""
+    """Resize the buffers of a module to the shapes in a state dict.
+
+    The state of another partition has other numbers of ellipsoids, cells and classes. An incomplete state dict changes
+    no buffer: ``load_state_dict`` then raises an error, and the module must stay usable.
+    """
     if any(prefix + name not in state_dict for name in module.state_dict()):
         return
     for name, buffer in list(module.named_buffers()):

@@ -1,4 +1,8 @@
-"""When to wait for a device: never while a graph is recorded, and best before the first request comes."""
+"""Device synchronisation and warm-up.
+
+Reading a tensor's values on the host synchronises with its device. A graph that ``torch.compile`` traces or that CUDA
+captures cannot synchronise. Warm-up moves compilation and memory allocation before the first request.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from torch import Tensor
 from sepc_torch.data.arrays import count
 from sepc_torch.shapes import Float
 
-# One request alone, a batch, and on a GPU one large enough for every kernel there is.
+# Default batch sizes: a single request, a batch and, on a GPU, a batch large enough to need every kernel.
 _ROWS = (1, 4096)
 _ROWS_ON_CUDA = (*_ROWS, 2**15)
 
 
 def can_synchronize(values: Tensor) -> bool:
-    """Whether values may be read: neither a compiled graph nor one that CUDA records can stop halfway.
+    """Whether the host can read the values: not inside ``torch.compile`` nor during CUDA graph capture.
 
     >>> can_synchronize(torch.zeros(1))
     True
@@ -29,21 +33,21 @@ def can_synchronize(values: Tensor) -> bool:
 
 @torch.no_grad()
 def warm_up(run: Callable[[Tensor], object], like: Float[Tensor, "B D"], rows: tuple[int, ...] = ()) -> float:
-    """Run a model on random points, in batches of so many rows, and wait until all is done.
+    """Run a model on random batches of the given sizes, then synchronise.
 
     Args:
         run: The model.
-        like: Points of the same width, dtype and device; their number does not matter.
-        rows: Sizes of batches; by default 1 and 4096, on CUDA also 32 768.
+        like: Tensor with the width, dtype and device of the random points; its number of rows does not matter.
+        rows: Batch sizes; by default 1 and 4096, on CUDA also 32 768.
 
     Returns:
-        The seconds it took.
+        The elapsed seconds.
 
     >>> warm_up(torch.nn.Linear(3, 2), torch.empty(0, 3), (1, 8)) > 0.0
     True
     """
     sizes = [count(size, "rows", least=1) for size in rows or (_ROWS_ON_CUDA if like.is_cuda else _ROWS)]
-    generator = torch.Generator(like.device).manual_seed(0)  # its own: the user's random numbers stay as they are
+    generator = torch.Generator(like.device).manual_seed(0)  # leaves the global generator unchanged
     start = time.perf_counter()
     for size in sizes:
         run(torch.randn(size, like.shape[1], dtype=like.dtype, device=like.device, generator=generator))

@@ -1,4 +1,4 @@
-"""Why a point got its label, in words for a person and in a dict for a program."""
+"""Explanations of single predictions, as text and as a dictionary."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.rules import Rule, TrainingCounts
-from sepc_torch.model.trust import posterior
+from sepc_torch.model.trust import posterior, trust_from_sums
 from sepc_torch.shapes import Float, Int
 
-# Features named in the text; the dict has them all.
+# Number of features in the text; the dictionary lists all features.
 _NAMED_FEATURES = 3
 
 _REASONS = {
-    Rule.SINGLE: "it lies in exactly one ellipsoid",
-    Rule.OVERLAP: "it lies in several ellipsoids; the training points in all of them decide",
-    Rule.UNION: "it lies in several ellipsoids that together do not decide; the training points in any of them do",
-    Rule.OUTSIDE: "it lies outside every ellipsoid; the nearest, expanded to touch it, decides",
+    Rule.SINGLE: "the point lies in exactly one ellipsoid",
+    Rule.OVERLAP: "the point lies in several ellipsoids; the training points in all of them decide",
+    Rule.UNION: "the point lies in several ellipsoids; the training points in all of them give no majority; those in "
+    "any of them decide",
+    Rule.OUTSIDE: "the point lies outside every ellipsoid; the nearest ellipsoid, expanded until it touches the point, "
+    "decides",
 }
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """An account of one prediction: ``str()`` for a person, ``details`` for a program."""
+    """Explanation of one prediction: ``str()`` gives the text, ``details`` the dictionary."""
 
     details: dict[str, Any]
 
@@ -46,14 +48,16 @@ class Explanation:
         if d["runner_up"] is not None:
             lines.append(
                 f"  runner-up {d['runner_up']!r}: its nearest ellipsoid is at distance {d['runner_up_distance']:.3f} "
-                f"({d['margin']:.3g} times the label's own)"
+                f"({d['margin']:.3g} times the distance of the label's class)"
             )
         named = ", ".join(f"{name} {share:+.0%}" for name, share in list(d["features"].items())[:_NAMED_FEATURES])
-        lines.append(f"  what moves it from the nearest centre: {named} (+ pushes out, - pulls back)")
+        lines.append(
+            f"  contributions to the distance from the nearest centre: {named} (+ increases it, - decreases it)"
+        )
         return "\n".join(lines)
 
 
-class Described(NamedTuple):
+class ModelParts(NamedTuple):
     """The parts of a model that an explanation reads."""
 
     bank: EllipsoidBank
@@ -64,7 +68,7 @@ class Described(NamedTuple):
 
 
 def explain_rows(
-    model: Described,
+    model: ModelParts,
     z: Float[Tensor, "B D"],
     distance: Float[Tensor, "B K"],
     counts: Int[Tensor, "B C"],
@@ -77,13 +81,13 @@ def explain_rows(
 
 
 def _explain(
-    model: Described,
+    model: ModelParts,
     z: Float[Tensor, "D"],
     distance: Float[Tensor, "K"],
     counts: Int[Tensor, "C"],
     prediction: Mapping[str, int | float],
 ) -> Explanation:
-    """Explain one prediction from the point, its distances, the counts that vouch, and the fields as numbers."""
+    """Explain one prediction from its point, distances, class counts and fields as Python numbers."""
     label, nearest, runner_up = (int(prediction[field]) for field in ("label", "nearest", "runner_up"))
     rule = Rule(int(prediction["rule"]))
     classes, codes = model.classes, model.training.codes.tolist()
@@ -107,7 +111,7 @@ def _explain(
                 for k in shown
             ],
             "counts": dict(zip(classes, counts.tolist(), strict=True)),
-            "arithmetic": _arithmetic(counts.tolist(), model.totals.tolist(), label),
+            "arithmetic": _arithmetic(counts, model.totals, label),
             "posterior": dict(zip(classes, probabilities.tolist(), strict=True)),
             "distance": prediction["distance"],
             "margin": prediction["margin"],
@@ -118,25 +122,25 @@ def _explain(
     )
 
 
-def _arithmetic(counts: list[int], totals: list[int], label: int) -> str:
-    """The Bayes formula with its numbers; classes without a point in the region contribute nothing and are left out."""
-    own = f"({counts[label]}+1)({totals[label]}+1)"
-    terms = [f"{n}·{total}" for c, (n, total) in enumerate(zip(counts, totals, strict=True)) if c != label and n]
-    value = (counts[label] + 1) * (totals[label] + 1)
-    rest = sum(n * total for c, (n, total) in enumerate(zip(counts, totals, strict=True)) if c != label)
-    return f"{own} / ({' + '.join([own, *terms])}) = {value / (value + rest):.3f}"
+def _arithmetic(counts: Int[Tensor, "C"], totals: Int[Tensor, "C"], label: int) -> str:
+    """The Bayes formula with its numbers, without the zero terms of classes that have no point in the region."""
+    own = f"({int(counts[label])}+1)({int(totals[label])}+1)"
+    pairs = enumerate(zip(counts.tolist(), totals.tolist(), strict=True))
+    terms = [f"{count}·{total}" for c, (count, total) in pairs if c != label and count]
+    trust = float(trust_from_sums(counts[label], totals[label], (counts * totals).sum()))
+    return f"{own} / ({' + '.join([own, *terms])}) = {trust:.3f}"
 
 
 def _contributions(
     bank: EllipsoidBank, z: Float[Tensor, "D"], nearest: int, feature_names: tuple[str, ...] | None
 ) -> dict[str, float]:
-    r"""Each feature's part :math:`(z-c)_j (W^\top W (z-c))_j` of the squared distance, largest first.
+    r"""Each feature's term :math:`(z-c)_j (W^\top W (z-c))_j` of the squared distance, largest magnitude first.
 
-    Relative to the sum of their magnitudes: features that vary together push out and pull back much more than is
-    left of it.
+    The terms are divided by the sum of their magnitudes rather than by the squared distance: terms of correlated
+    features can be much larger than the squared distance, because terms of opposite sign cancel.
     """
     relative = bank.relative(z.unsqueeze(0))[0]
-    offset = (relative - bank.offsets[nearest].to(relative.dtype)).double()  # rounded as the distance itself is
+    offset = (relative - bank.offsets[nearest].to(relative.dtype)).double()  # rounded as in the distance
     whitener = bank.whiteners[nearest].double()
     parts = offset * (whitener.T @ (whitener @ offset))
     shares = (parts / parts.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)).tolist()

@@ -1,4 +1,4 @@
-"""What the frozen classifier says of a batch."""
+"""Predictions of the frozen classifier: the :class:`Prediction` record and the functions that build it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from sepc_torch.shapes import Bool, Float, Int
 
 
 class Prediction(NamedTuple):
-    """What SEP-C says of a batch; every field is a tensor (B,).
+    """Label, trust, rule and distances of a batch; every field is a tensor (B,).
 
     Attributes:
-        label: Index into the model's ``classes``; -1 for a flagged row that holds NaN.
-        trust: Probability of the label given the training points that share the point's region.
+        label: Index into the model's ``classes``; -1 for a flagged row, which has no finite distance.
+        trust: Probability of the label given the training points in the point's region; 0 for a flagged row.
         rule: The :class:`Rule` that gave the label.
         distance: Mahalanobis distance to the nearest ellipsoid; 1 is its surface.
-        margin: Distance to the nearest ellipsoid of another class over that to the nearest of the label's own.
+        margin: Distance to the nearest ellipsoid of another class, divided by the distance to the nearest ellipsoid of
+            the label's class.
         nearest: Index of the nearest ellipsoid.
-        runner_up: The class of the nearest ellipsoid that is not of the label's.
+        runner_up: Class of the nearest ellipsoid outside the label's class.
     """
 
     label: Int[Tensor, "B"]
@@ -34,28 +35,43 @@ class Prediction(NamedTuple):
     runner_up: Int[Tensor, "B"]
 
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Bool[Tensor, "B"]:
-        """Which predictions to refuse: trust below the threshold, and points outside every ellipsoid unless allowed."""
+        """Mask of predictions to reject.
+
+        Args:
+            threshold: Reject trust below this value. Flagged rows are always rejected.
+            outside: Also reject points outside every ellipsoid.
+        """
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"threshold must lie between 0 and 1, got {threshold}.")
-        refused = (self.trust < threshold) | (self.label < 0)
-        return refused | (self.rule == int(Rule.OUTSIDE)) if outside else refused
+        rejected = (self.trust < threshold) | (self.label < 0)
+        return rejected | (self.rule == int(Rule.OUTSIDE)) if outside else rejected
 
 
 def bad_rows(distance: Float[Tensor, "B K"]) -> Bool[Tensor, "B"]:
-    """Rows without a distance: they hold NaN or infinity, or numbers whose squares overflow."""
+    """Mask of rows without a finite distance: their points hold NaN, infinity, or values whose squares overflow."""
     return ~torch.isfinite(distance).any(dim=1)
 
 
-def verdict(
+def predict_for_label(
     distance: Float[Tensor, "B K"],
     found: Resolution,
     training: TrainingCounts,
     totals: Int[Tensor, "C"],
     label: Int[Tensor, "B"],
 ) -> Prediction:
-    """The prediction for a label, by the rules' own or someone else's; rows without a distance are flagged."""
+    """Build the prediction for a label in the region that the rules found.
+
+    Args:
+        distance: Mahalanobis distances to all ellipsoids.
+        found: Rule, nearest ellipsoid and class counts of each point.
+        training: Class counts of the training set.
+        totals: Training points of each class.
+        label: The label to evaluate: ``found.label``, or labels from another source.
+
+    Rows without a finite distance are flagged: label -1, trust 0, margin NaN.
+    """
     bad = bad_rows(distance)
-    margin, runner_up = _margin(distance, training, label)
+    margin, runner_up = _margin_and_runner_up(distance, training, label)
     trust = bayes_trust(found.counts, totals, label, distance.dtype)
     return Prediction(
         label=torch.where(bad, -1, label),
@@ -68,31 +84,35 @@ def verdict(
     )
 
 
-def from_columns(
+def predictions_from_kernel(
     ints: Int[Tensor, "I B"], floats: Float[Tensor, "F B"], label: Int[Tensor, "B"] | None
 ) -> tuple[Prediction, Prediction]:
-    """The predictions for the rules' own label and for a given one, from what the kernels wrote."""
-    code, rule, nearest, runner_up, *their_runner_up = ints.unbind()
-    trust, distance, margin, *theirs = floats.unbind()
+    """Build the predictions for the model's own label and for a given label from the output of the kernels.
+
+    Without a given label both predictions are the model's own.
+    """
+    code, rule, nearest, runner_up, *given_runner_up = ints.unbind()
+    trust, distance, margin, *given_floats = floats.unbind()
     own = Prediction(code, trust, rule, distance, margin, nearest, runner_up)
     if label is None:
         return own, own
+    given_trust, given_margin = given_floats
     label = torch.where(code < 0, -1, label)
-    return own, own._replace(label=label, trust=theirs[0], margin=theirs[1], runner_up=their_runner_up[0])
+    return own, own._replace(label=label, trust=given_trust, margin=given_margin, runner_up=given_runner_up[0])
 
 
-def differentiable(judged: Prediction, distance: Float[Tensor, "B K"], training: TrainingCounts) -> Prediction:
-    """The prediction with distance and margin taken from distances that know their gradient."""
-    margin, _ = _margin(distance, training, judged.label.clamp_min(0))
-    return judged._replace(distance=distance.gather(1, judged.nearest.unsqueeze(1)).squeeze(1), margin=margin)
+def with_gradient(prediction: Prediction, distance: Float[Tensor, "B K"], training: TrainingCounts) -> Prediction:
+    """Replace distance and margin by values computed from differentiable distances."""
+    margin, _ = _margin_and_runner_up(distance, training, prediction.label.clamp_min(0))
+    return prediction._replace(distance=distance.gather(1, prediction.nearest.unsqueeze(1)).squeeze(1), margin=margin)
 
 
-def _margin(
+def _margin_and_runner_up(
     distance: Float[Tensor, "B K"], training: TrainingCounts, label: Int[Tensor, "B"]
 ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-    """Distance to the nearest other class over that to the label's own, and which class that is.
+    """Ratio of the distance to the nearest other class to the distance to the label's class, and that other class.
 
-    Rows without a distance have NaN, and no gradient passes through it.
+    The margin of rows without a finite distance is NaN, and no gradient flows through it.
     """
     bad = bad_rows(distance)
     near = class_distance(torch.where(bad[:, None], 1.0, distance), training)

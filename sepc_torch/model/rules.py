@@ -1,17 +1,19 @@
-r"""Which rule fires for a point, what label it gives, and which training points vouch for it.
+r"""Decision rules: label, rule and class counts of a point from its distances to the ellipsoids.
 
 ======================  =====================================  ==================================================
 rule                    the point lies                         label
 ======================  =====================================  ==================================================
-``Rule.SINGLE``   R1    in exactly one ellipsoid               that ellipsoid's
-``Rule.OVERLAP``  R2a   in several                             majority of the training points in all of them
-``Rule.UNION``    R2b   in several whose intersection holds    majority of the training points in any of them
-                        no training point, or a tie
-``Rule.OUTSIDE``  R3    in none                                of the nearest, expanded to touch the point
+``Rule.SINGLE``   R1    in exactly one ellipsoid               class of that ellipsoid
+``Rule.OVERLAP``  R2a   in several ellipsoids                  majority of the training points in all of them
+``Rule.UNION``    R2b   in several ellipsoids whose            majority of the training points in any of them
+                        intersection holds no training point
+                        or a tie
+``Rule.OUTSIDE``  R3    in no ellipsoid                        class of the nearest ellipsoid, expanded until it
+                                                               touches the point
 ======================  =====================================  ==================================================
 
-Exactly one fires. A tie in the union goes to the tied class whose ellipsoid is nearest. Ellipsoids equally near to
-a point outside are all expanded, and it is then in several.
+Exactly one rule applies to a point. A tie in the union goes to the tied class with the nearest ellipsoid. If several
+ellipsoids are equally near to a point outside, all of them are expanded, and their majority decides as in R2a and R2b.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Bool, Float, Int
 
-# Ellipsoids whose distances differ by less, relatively, are equally near: float32's rounding of a distance, tenfold.
+# Distances that differ relatively by less count as equally near: ten times the rounding of a distance in float32.
 NEAREST_TIE = 1e-6
 
 
@@ -40,11 +42,16 @@ class Rule(IntEnum):
 
 
 class TrainingCounts(NamedTuple):
-    """What the rules know of the training set.
+    """Class counts of the training set, for the rules.
 
-    ``codes`` (K,) are the classes of the ellipsoids, ``cells`` (P, K) and ``counts`` (P, C) the regions with their
-    training points, ``held`` (K, C) the points in each ellipsoid, ``sorted_distances`` (K, C, Q) and ``counts_at`` (C, Q) those in
-    its expansions.
+    Attributes:
+        codes: Class of each ellipsoid.
+        cells: Cells that hold training points; ``cells[p, k]`` says whether cell p lies in ellipsoid k.
+        counts: Training points of each class in each cell.
+        held: Training points of each class in each ellipsoid.
+        sorted_distances: Increasing distances of the training points of each class from each ellipsoid, padded with
+            infinity.
+        counts_at: ``counts_at[c, q]`` points of class c lie within ``sorted_distances[k, c, q]`` of ellipsoid k.
     """
 
     codes: Int[Tensor, "K"]
@@ -56,7 +63,7 @@ class TrainingCounts(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """Label (B,) and rule (B,) of every point, the ellipsoid nearest to it (B,), and the counts (B, C) that vouch."""
+    """Label (B,), rule (B,) and nearest ellipsoid (B,) of every point, and the class counts (B, C) of its region."""
 
     label: Int[Tensor, "B"]
     rule: Int[Tensor, "B"]
@@ -67,12 +74,12 @@ class Resolution(NamedTuple):
 def resolve(
     distance: Float[Tensor, "B K"], training: TrainingCounts, nearness: Float[Tensor, "B K"] | None = None
 ) -> Resolution:
-    """Apply the rules to a batch.
+    """Apply the rules to a batch of points.
 
     Args:
         distance: Mahalanobis distance of every point to every ellipsoid.
-        training: The counts of the training set.
-        nearness: What "nearest" means for points outside; by default the distance itself.
+        training: Class counts of the training set.
+        nearness: Distances that define the nearest ellipsoid of a point outside; by default ``distance``.
     """
     nearness = distance if nearness is None else nearness
     inside = distance <= 1.0 + SURFACE_TOLERANCE
@@ -109,20 +116,20 @@ def resolve(
 
 
 def class_distance(distance: Float[Tensor, "B K"], training: TrainingCounts) -> Float[Tensor, "B C"]:
-    """Distance of every point to the nearest ellipsoid of every class; infinite for a class without one."""
+    """Distance of every point to the nearest ellipsoid of every class; infinite for a class without an ellipsoid."""
     classes = training.counts.shape[1]
     start = torch.full((distance.shape[0], classes), torch.inf, dtype=distance.dtype, device=distance.device)
     return start.scatter_reduce(1, training.codes.expand(distance.shape), distance, "amin")
 
 
 def decided(counts: Int[Tensor, "B C"]) -> Bool[Tensor, "B"]:
-    """Whether one class has more points than every other."""
+    """Whether one class has more points than every other class."""
     most = counts.amax(dim=1, keepdim=True)
     return (counts == most).sum(dim=1) == 1
 
 
 def _nearest_of_tied(counts: Int[Tensor, "B C"], near: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
-    """Among the classes with the most points, the one with the nearest ellipsoid."""
+    """The class with the nearest ellipsoid among the classes with the most points."""
     tied = counts == counts.amax(dim=1, keepdim=True)
-    # Infinity twice over, so that a tied class without an ellipsoid still comes before one that is not tied.
+    # The clamp keeps a tied class without an ellipsoid (infinite distance) below the classes that are not tied.
     return torch.where(tied, near.clamp_max(torch.finfo(near.dtype).max), torch.inf).argmin(dim=1)

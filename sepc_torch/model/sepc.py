@@ -1,4 +1,4 @@
-r"""SEP-C frozen into a torch module: points in, label, trust and reason out."""
+r"""Frozen SEP-C classifier: torch module that maps points to label, trust and rule."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.buffers import at_least_float32, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
-from sepc_torch.model.explanation import Described, Explanation, explain_rows
-from sepc_torch.model.kernels import Kernel, available
-from sepc_torch.model.kernels.judging import Kernels, decide, judge, kernels_for
-from sepc_torch.model.kernels.tables import addressable
-from sepc_torch.model.prediction import Prediction, bad_rows, differentiable, from_columns, verdict
-from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad
+from sepc_torch.model.explanation import Explanation, ModelParts, explain_rows
+from sepc_torch.model.kernels import (
+    Kernel,
+    Kernels,
+    addressable,
+    available,
+    decide_distances,
+    decide_points,
+    kernels_for,
+)
+from sepc_torch.model.prediction import Prediction, bad_rows, predict_for_label, predictions_from_kernel, with_gradient
+from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows
 from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.model.trust import posterior
 from sepc_torch.partitioning.record import Partition
@@ -33,14 +39,17 @@ NanPolicy = Literal["raise", "flag"]
 
 
 class SEPC(nn.Module):
-    r"""The paper's classifier with a fixed partition: buffers only, nothing to train, no training point inside.
+    r"""The paper's classifier with a fixed partition.
 
-    Make one with :meth:`from_partition` or :meth:`load`.
+    The module holds buffers only: no parameter to train and no training point. Construct it with
+    :meth:`from_partition` or :meth:`load`.
 
-    On a CUDA device kernels decide for the whole batch, with memory for a bounded piece of it, and the host does not
-    wait: not at all with ``nan_policy="flag"`` and ``nearest="mahalanobis"``. To raise an error for NaN, or for given
-    labels that are no indices, it must look at values. Large batches are screened first in float16, with bounds that
-    leave no decision to chance: every field is what it would be without; setting ``screen`` to False leaves that out.
+    On a CUDA device kernels process the batch in pieces of bounded memory. With ``nan_policy="flag"`` and
+    ``nearest="mahalanobis"`` this path synchronises only to validate given labels. ``nan_policy="raise"`` synchronises
+    to raise an error for NaN, and ``nearest="euclidean"`` synchronises to select the points outside every ellipsoid.
+
+    For large batches a screening pass in float16 bounds the distances first. The bounds are rigorous, so every field
+    is equal with and without screening; set ``screen`` to False to disable it.
 
     >>> import torch
     >>> from sepc_torch import Rule, partition
@@ -91,19 +100,19 @@ class SEPC(nn.Module):
         self.nan_policy: NanPolicy = nan_policy
         self.made = dict(made or {})
         self.screen = screen
-        self._find_axes()
-        self._lay_out()
+        self._derive_axes()
+        self._prepare_kernels()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
-    def _find_axes(self) -> None:
-        """Euclidean distance needs the principal axes; they follow from the rest, so no file holds them."""
+    def _derive_axes(self) -> None:
+        """Derive the principal axes that Euclidean distances need. They follow from the buffers and are not saved."""
         if self.nearest == "euclidean":
             axes = self.bank.principal_axes(self.scale)
             for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
 
-    def _lay_out(self) -> None:
-        """What the kernels read follows from the buffers: derived again when they move or change, saved nowhere."""
+    def _prepare_kernels(self) -> None:
+        """Derive the kernels' tables from the buffers; runs whenever the buffers move or change. They are not saved."""
         self._kernels: Kernels | None = None
         if self.bank.kernel != "torch" and available(self.codes) and addressable(self.training_counts):
             self._kernels = kernels_for(
@@ -120,20 +129,22 @@ class SEPC(nn.Module):
         dtype: torch.dtype = torch.float32,
         kernel: Kernel = "auto",
     ) -> SEPC:
-        """Freeze a partition.
+        """Build the classifier from a partition.
 
         Args:
-            partition: What :func:`~sepc_torch.partition` found.
-            nearest: How a point outside every ellipsoid finds the nearest: by Mahalanobis distance, which comes for
-                free, or by Euclidean distance, the paper's convex program (solved for the whole batch).
-            nan_policy: What to do with rows that hold NaN: ``"raise"``, or ``"flag"`` them with label -1 and trust 0.
+            partition: The result of :func:`~sepc_torch.partition`.
+            nearest: Distance that defines the nearest ellipsoid of a point outside every ellipsoid:
+                ``"mahalanobis"``, which needs no further computation, or ``"euclidean"``, the paper's convex program
+                (solved for the whole batch).
+            nan_policy: Treatment of rows that hold NaN or infinity: ``"raise"`` raises an error, ``"flag"`` gives them
+                label -1 and trust 0.
             dtype: float32, or float64 for the accuracy of the partition itself.
-            kernel: ``"torch"`` leaves out the CUDA kernels for distances and decisions; otherwise as in
+            kernel: ``"torch"`` disables the CUDA kernels for distances and decisions; the other values are those of
                 :class:`~sepc_torch.model.bank.EllipsoidBank`.
         """
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"dtype must be torch.float32 or torch.float64, got {dtype}: distances need that accuracy."
+                f"dtype must be torch.float32 or torch.float64, got {dtype}: distances need at least float32."
             )
         ledger = partition.ledger
         cells, counts = torch.from_numpy(ledger.cells), torch.from_numpy(ledger.counts)
@@ -152,7 +163,7 @@ class SEPC(nn.Module):
         ).to(dtype)
         if not all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers()):
             raise ValueError(
-                f"The ellipsoids leave the range of {dtype}; scale the features, or use dtype=torch.float64."
+                f"The ellipsoids exceed the range of {dtype}; scale the features, or use dtype=torch.float64."
             )
         return cls(
             bank,
@@ -173,72 +184,74 @@ class SEPC(nn.Module):
 
     @property
     def training_counts(self) -> TrainingCounts:
-        """The counts of the training set that the rules use."""
+        """Class counts of the training set, for the rules."""
         return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.sorted_distances, self.counts_at)
 
     def extra_repr(self) -> str:
-        """The sizes, for printing."""
+        """Sizes of the model for ``repr``."""
         return (
             f"{len(self.bank)} ellipsoids, {len(self.classes)} classes, {self.dim} features, "
             f"{len(self.cells)} cells, nearest={self.nearest!r}"
         )
 
     def forward(self, z: Tensor, label: Tensor | None = None) -> Prediction:
-        """Label, trust and reason for a batch.
+        """Predict label, trust and rule of a batch.
 
         Args:
             z: Points (B, D).
-            label: Labels (B,) given by someone else, as indices into ``classes``. Trust, margin and runner-up then
-                judge these, while rule, region and distance are the point's own; the returned label is the given one.
+            label: Labels (B,) from another source, as indices into ``classes``. Label, trust, margin and runner-up
+                then refer to the given labels; rule, distance and nearest ellipsoid depend on the points only.
         """
         own, given = self.judge(z, label)
         return own if label is None else given
 
     def judge(self, z: Tensor, label: Tensor | None = None, *, checked: bool = False) -> tuple[Prediction, Prediction]:
-        """The prediction for the model's own label and, in the same place, for the given one (by default the same).
+        """Predict for the model's own labels and for given labels, by default the model's own.
 
-        With ``checked`` the given labels are known to be indices: nothing waits for a GPU to say so.
+        Rule, distance and nearest ellipsoid are equal in both predictions. With ``checked`` the caller guarantees valid
+        indices, so their validation, which synchronises with a GPU, is skipped.
         """
         if label is not None:
             label = label.long() if checked else self._indices(label, z)
         kernels = self._kernels
-        # A copy of the module for another device, or read from a file on one, brings tables from where it was.
-        if kernels is None or getattr(z, "device", None) != kernels.tables.words.device or not z.is_cuda:
+        # The tables of a copied or loaded module can be on another device than its points.
+        if kernels is None or getattr(z, "device", None) != kernels.tables.codes.device or not z.is_cuda:
             own, given = self._by_torch(z, label)
         else:
             own, given = self._by_kernel(z, label, kernels)
         if self.nan_policy == "raise":
-            self._refuse(own.label < 0, z.dtype)
+            self._refuse_bad_rows(own.label < 0, z.dtype)
         return own, given
 
     def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
         distance, found = self._resolve(z)
-        own = self._verdict(distance, found, found.label)
-        return own, own if label is None else self._verdict(distance, found, label)
-
-    def _verdict(self, distance: Float[Tensor, "B K"], found: Resolution, label: Int[Tensor, "B"]) -> Prediction:
-        return verdict(distance, found, self.training_counts, self.totals, label)
+        training, totals = self.training_counts, self.totals
+        own = predict_for_label(distance, found, training, totals, found.label)
+        return own, own if label is None else predict_for_label(distance, found, training, totals, label)
 
     def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
         differentiates = torch.is_grad_enabled() and z.requires_grad
         if self.bank.prepared_for(z) is not None and self.nearest == "mahalanobis" and not differentiates:
-            return from_columns(*judge(z, label, self.bank.origin, kernels, screening=self.screen), label)
+            return predictions_from_kernel(
+                *decide_points(z, label, self.bank.origin, kernels, screening=self.screen), label
+            )
         distance = self.bank(z)
-        own, given = from_columns(*decide(distance.detach(), self._nearness(z, distance), label, kernels), label)
+        decided = decide_distances(distance.detach(), self._nearness(z, distance), label, kernels)
+        own, given = predictions_from_kernel(*decided, label)
         if differentiates:
-            own, given = (differentiable(judged, distance, self.training_counts) for judged in (own, given))
+            own, given = (with_gradient(prediction, distance, self.training_counts) for prediction in (own, given))
         return own, given
 
     def posterior(self, z: Tensor, label: Tensor | None = None) -> Float[Tensor, "B C"]:
-        """The probability of every class given the point's region, the point counted as ``label``, by default its own.
+        """The probability of every class given the class counts of the point's region.
 
-        The label of the rules is usually, but not always, the likeliest class: in a tie the union decides, and
-        Bayes' formula weighs counts by the size of the classes.
+        The point itself counts with ``label``, by default the label of the rules. That label is usually, but not
+        always, the likeliest class: the union decides a tie, and Bayes' formula weights the counts by class size.
         """
         distance, found = self._resolve(z)
-        bad = self._refuse(bad_rows(distance), z.dtype)
-        judged = found.label if label is None else self._indices(label, z)
-        return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, judged, distance.dtype))
+        bad = self._refuse_bad_rows(bad_rows(distance), z.dtype)
+        counted = found.label if label is None else self._indices(label, z)
+        return torch.where(bad[:, None], torch.nan, posterior(found.counts, self.totals, counted, distance.dtype))
 
     def _indices(self, label: Any, z: Tensor) -> Int[Tensor, "B"]:
         return class_indices(label, self.classes, z.shape[0], self.codes.device)
@@ -255,25 +268,25 @@ class SEPC(nn.Module):
         axes = (tensor.to(dtype) for tensor in (self.axis_centers, self.axis_directions, self.axis_lengths))
         return torch_ops.euclidean_distances(self.bank.relative(z.detach()) / self.scale.to(dtype), *axes, wanted)
 
-    def _refuse(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
-        """Rows without a distance raise an error, if that is the policy, and are handed back to be flagged if not.
+    def _refuse_bad_rows(self, bad: Bool[Tensor, "B"], dtype: torch.dtype) -> Bool[Tensor, "B"]:
+        """Raise an error for rows without a finite distance if ``nan_policy`` is ``"raise"``; return the mask.
 
-        An error has to know: on a GPU this waits. A graph, compiled or captured, cannot stop halfway: there every
-        policy flags.
+        The check synchronises with a GPU. A compiled or captured graph cannot synchronise, so its rows are flagged
+        under either policy.
         """
         if self.nan_policy == "raise" and can_synchronize(bad):
-            refuse_bad(bad, dtype)
+            refuse_bad_rows(bad, dtype)
         return bad
 
     def warmup(self, *rows: int) -> float:
-        """Compile the kernels and take the memory for batches of these sizes now, not with the first request.
+        """Compile the kernels and allocate memory before the first request.
 
         Args:
-            rows: Sizes of batches, by default 1 and 4096, on CUDA also 32 768. Sizes of like magnitude share their
-                kernels.
+            rows: Batch sizes; by default 1 and 4096, on CUDA also 32 768. Batch sizes of similar magnitude share
+                compiled kernels.
 
         Returns:
-            The seconds it took.
+            The elapsed seconds.
 
         >>> from sepc_torch import partition
         >>> sepc = SEPC.from_partition(partition([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1]))
@@ -289,7 +302,7 @@ class SEPC(nn.Module):
 
     @torch.no_grad()
     def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
-        """The user's own labels for an array, list of rows or tensor, as a NumPy array; None for flagged rows."""
+        """Predict labels by name for an array, list of rows, DataFrame or tensor, as a NumPy array; None if flagged."""
         label = self(self.as_tensor(z)).label.cpu().numpy()
         names = np.array(self.classes)
         if (label >= 0).all():
@@ -298,49 +311,53 @@ class SEPC(nn.Module):
 
     @torch.no_grad()
     def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
-        """Say why: rule, ellipsoids, counts, trust arithmetic, runner-up and features, as text and as a dict.
+        """Explain predictions by rule, ellipsoids, counts, trust arithmetic, runner-up and features.
 
         Args:
             z: One point (D,) or a batch (B, D).
-            i: Which row of the batch; by default all of them, as a list.
+            i: Row of the batch to explain; by default all rows, as a list.
         """
         points = self.as_tensor(z)
         if points.dim() == 1:
             if i not in (None, 0):
-                raise IndexError(f"There is no row {i}: z is a single point.")
+                raise IndexError(f"There is no row {i}: z is a single point. Leave out i or pass 0.")
             points, i = points.unsqueeze(0), 0
         if i is not None:
             if not -len(points) <= i < len(points):
-                raise IndexError(f"There is no row {i}: z has {len(points)} rows.")
+                raise IndexError(f"There is no row {i}: z has {len(points)} rows, numbered from 0.")
             points = points[i : i + 1] if i >= 0 else points[i:][:1]
         distance, found = self._resolve(points)
         bad = bad_rows(distance)
         if bool(bad.any()):
-            raise ValueError(f"Row {int(bad.nonzero()[0])} holds NaN or infinity: there is nothing to explain.")
-        model = Described(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
-        rows = explain_rows(model, points, distance, found.counts, self._verdict(distance, found, found.label))
+            raise ValueError(
+                f"Row {int(bad.nonzero()[0])} holds NaN, infinity or numbers too large for {distance.dtype}: it has no "
+                "prediction to explain. Leave this row out."
+            )
+        model = ModelParts(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
+        prediction = predict_for_label(distance, found, self.training_counts, self.totals, found.label)
+        rows = explain_rows(model, points, distance, found.counts, prediction)
         return rows[0] if i is not None else rows
 
     def as_tensor(self, z: Any) -> Tensor:
-        """Points of any kind as a floating-point tensor on the model's device."""
+        """Convert an array, list of rows, DataFrame or tensor to a floating-point tensor on the model's device."""
         return points_as_tensor(z, self.feature_names, self.codes.device, self.bank.offsets.dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to a safetensors file: buffers and metadata, no pickle, no training point."""
+        """Write the model to a safetensors file: buffers and metadata, without pickle and without training points."""
         state = self.state_dict()
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
         files.write(path, "sepc", arrays, self._metadata())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> SEPC:
-        """Read a model that :meth:`save` wrote, onto a device."""
+        """Read a model that :meth:`save` wrote and move it to a device."""
         where = usable_device(device)
         arrays, metadata = files.read(path, "sepc")
         return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(where)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:
-        """The model of a state dict's tensors and the metadata beside them."""
+        """Build the model from the tensors of a state dict and the metadata of a file."""
         bank = EllipsoidBank(tensors["bank.offsets"], tensors["bank.whiteners"], tensors["bank.origin"])
         training = TrainingCounts(**{name: tensors[name] for name in TrainingCounts._fields})
         names = metadata["feature_names"]
@@ -366,11 +383,11 @@ class SEPC(nn.Module):
         }
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Labels and options travel in the state dict too; plain types, so ``weights_only=True`` reads them."""
+        """Labels and options for the state dict, as plain types that ``weights_only=True`` can read."""
         return self._metadata()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take over labels and options."""
+        """Restore labels and options from a state dict."""
         self.classes = list(state["classes"])
         self.feature_names = None if state["feature_names"] is None else tuple(state["feature_names"])
         self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
@@ -386,14 +403,14 @@ class SEPC(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._lay_out()
+        self._prepare_kernels()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
-        self._lay_out()
+        self._prepare_kernels()
         return moved
 
 
 def _after_loading(module: SEPC, _keys: Any) -> None:
-    module._find_axes()
-    module._lay_out()
+    module._derive_axes()
+    module._prepare_kernels()

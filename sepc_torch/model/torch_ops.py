@@ -1,8 +1,8 @@
-r"""The batched computations of the frozen model, as torch operators.
+r"""Custom torch operators: distances, region counts and expanded counts for batches of points.
 
-As operators they are opaque to ``torch.compile`` and ``torch.export``: both see one node each, without a graph
-break, while the work inside runs in pieces of a bounded size and may look at the data. Only distances are
-differentiable, in ``z``.
+``torch.compile`` and ``torch.export`` treat each operator as one opaque node, without a graph break. Inside, an
+operator processes the batch in pieces of bounded memory and can read values. Only ``distances`` is differentiable, in
+``z``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from torch import Tensor
 
 from sepc_torch.shapes import Bool, Float, Int
 
-# Bytes of the largest temporary. On a CPU a piece should stay in the cache, on a GPU it should fill the machine.
+# Bytes of the largest temporary. On a CPU a piece should fit into the cache; on a GPU it should occupy all cores.
 CPU_BYTES = 2 * 2**20
 GPU_BYTES = 256 * 2**20
-# Newton's method on the secular equation: 8 steps are usual; thin ellipsoids far away need the most.
+# Limit of Newton steps on the secular equation. The loop stops at convergence; distant thin ellipsoids need most steps.
 _SECULAR_STEPS = 40
 
 
-class _Exactness:
-    """The precision of float32 products is a setting of the whole process: full while any thread asks for it."""
+class _FullPrecision:
+    """Reference-counted switch to full float32 matrix products.
+
+    Torch keeps the precision of float32 matrix products as a setting of the whole process. The setting is "full" while
+    at least one thread is between ``enter`` and ``leave``; the last ``leave`` restores the user's setting.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +39,7 @@ class _Exactness:
     def enter(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._restore = _raise_precision()
+                self._restore = _set_full_precision()
             self._inside += 1
 
     def leave(self) -> None:
@@ -45,11 +49,11 @@ class _Exactness:
                 self._restore()
 
 
-def _raise_precision() -> Callable[[], None]:
-    """Set products to full precision; what is returned sets them back."""
+def _set_full_precision() -> Callable[[], None]:
+    """Set float32 matrix products to full precision; return a function that restores the previous setting."""
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by the newer names, one for each backend, which the older function does not read
+    except RuntimeError:  # raised if the user set fp32_precision per backend, which this older function cannot read
         backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
         precisions = [backend.fp32_precision for backend in backends]
         _set_precisions(backends, ["ieee" for _ in backends])
@@ -65,22 +69,22 @@ def _set_precisions(backends: list[Any], precisions: list[str]) -> None:
         backend.fp32_precision = precision
 
 
-_EXACTNESS = _Exactness()
+_FULL_PRECISION = _FullPrecision()
 
 
 @contextmanager
 def full_precision(z: Tensor) -> Iterator[None]:
-    """Matrix products in the tensor's own precision, whatever autocast and TF32 settings say."""
+    """Context in which matrix products use the tensor's own dtype, regardless of autocast and TF32 settings."""
     with torch.autocast(z.device.type, enabled=False):
-        _EXACTNESS.enter()
+        _FULL_PRECISION.enter()
         try:
             yield
         finally:
-            _EXACTNESS.leave()
+            _FULL_PRECISION.leave()
 
 
 def rows_per_piece(like: Tensor, values_per_row: int) -> int:
-    """How many rows of a batch to take at once, for a temporary with so many values a row."""
+    """Number of batch rows per piece, so that a temporary with ``values_per_row`` values per row stays in budget."""
     budget = CPU_BYTES if like.device.type == "cpu" else GPU_BYTES
     return max(1, budget // (max(values_per_row, 1) * like.element_size()))
 
@@ -90,7 +94,8 @@ def _distances(
 ) -> Float[Tensor, "B K"]:
     r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|`, in pieces of rows.
 
-    The difference is taken first: :math:`W z + b` would lose the digits that thin ellipsoids far from the origin need.
+    The subtraction comes first: for thin ellipsoids far from the origin, :math:`W z + b` would lose digits to
+    cancellation.
     """
     count, dim = z.shape
     out = z.new_empty(count, len(centers))
@@ -115,7 +120,7 @@ def _distances_gradient(
     output: Float[Tensor, "B K"],
     grad: Float[Tensor, "B K"],
 ) -> Float[Tensor, "B D"]:
-    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; zero where there is none, as at a centre."""
+    r"""The gradient :math:`\sum_k g_k W_k^\top W_k (z - c_k) / d_k` in z; terms with :math:`d_k = 0` are zero."""
     out = torch.empty_like(z)
     rows = rows_per_piece(z, centers.numel())
     factor = torch.where(output > 0, grad / output, torch.zeros_like(grad))
@@ -124,7 +129,7 @@ def _distances_gradient(
             whitened = torch.bmm(z[start : start + rows] - centers[:, None, :], whiteners.mT)
             whitened *= factor[start : start + rows].T.unsqueeze(2)
             out[start : start + rows] = torch.bmm(whitened, whiteners).sum(dim=0)
-    # Nothing was asked of rows without a distance: their gradient is zero, though zero times their offsets is NaN.
+    # Rows without a finite distance get no incoming gradient; their sum is NaN (zero times NaN), so zero replaces it.
     return torch.where((factor != 0).any(dim=1, keepdim=True), out, 0.0)
 
 
@@ -139,16 +144,16 @@ def _euclidean_distances(
     semi_axes: Float[Tensor, "K D"],
     wanted: Bool[Tensor, "B"],
 ) -> Float[Tensor, "B K"]:
-    r"""Euclidean distance to each ellipsoid for the wanted rows, zero inside and for the rest.
+    r"""Euclidean distances to each ellipsoid for the wanted rows; zero for points inside and for all other rows.
 
-    In the axes of an ellipsoid (rows of ``axes``, lengths ``semi_axes``) the nearest point solves
-    the secular equation
-    :math:`\sum_i (e_i y_i / (e_i^2 + t))^2 = 1`; see :func:`sepc_torch.ellipsoid.euclidean_distance`.
+    Let y be a point in the principal axes of an ellipsoid (rows of ``axes``, lengths e = ``semi_axes``). Newton's
+    method finds the root t of the secular equation :math:`\sum_i (e_i y_i / (e_i^2 + t))^2 = 1`, which gives the
+    nearest point of the surface; see :func:`sepc_torch.ellipsoid.euclidean_distance`.
     """
     out = z.new_zeros(len(z), len(centers))
     index = wanted.nonzero().squeeze(1)
     rows = rows_per_piece(z, 4 * centers.numel())
-    # In units of a power of two about the longest axis, which rounds nothing, and lets squares overflow much later.
+    # The unit is a power of two near the longest semi-axis: division is exact, and squares overflow much later.
     largest = semi_axes.amax(dim=1)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)[:, None]
     e = (semi_axes / unit)[:, None, :]
@@ -167,7 +172,7 @@ def _euclidean_distances(
                     break
                 t = ahead
             distance = torch.linalg.vector_norm(t.unsqueeze(2) * y / (e * e + t.unsqueeze(2)), dim=2) * unit
-            # Of lengths that overflow nothing is known but that they are long.
+            # NaN comes from overflow, so the distance is too large for the dtype: report infinity.
             out[piece] = torch.where(outside, torch.where(distance.isnan(), torch.inf, distance), 0).T
     return out
 
@@ -179,14 +184,15 @@ def _euclidean_distances_shape(z: Tensor, centers: Tensor, axes: Tensor, semi_ax
 def _region_counts(
     inside: Bool[Tensor, "B K"], cells: Bool[Tensor, "P K"], counts: Int[Tensor, "P C"]
 ) -> Int[Tensor, "2 B C"]:
-    """Training points of each class in all, and in any, of the ellipsoids that hold each point.
+    """Class counts in the intersection (index 0) and the union (index 1) of the ellipsoids that hold each point.
 
-    A cell lies in all of them if it shares as many ellipsoids with the point as hold it, in any if it shares one:
-    both are a matrix product. Rows that fewer than two ellipsoids hold need no region and stay zero.
+    A matrix product counts the ellipsoids that a cell shares with the point. A cell lies in the intersection if it
+    shares all ellipsoids that hold the point, and in the union if it shares at least one. Rows of points in fewer than
+    two ellipsoids stay zero; the rules do not use them.
     """
     out = torch.zeros(2, len(inside), counts.shape[1], dtype=torch.int64, device=inside.device)
     held = inside.sum(dim=1)
-    # float32 holds the integers of both products exactly up to 2^24; larger training sets are counted in float64.
+    # Float32 represents integers exactly up to 2^24; larger training sets are counted in float64.
     exact = torch.float32 if int(counts.sum()) < 2**24 else torch.float64
     patterns, numbers = cells.to(exact).T.contiguous(), counts.to(exact)
     rows = rows_per_piece(patterns, 3 * len(cells))
@@ -212,10 +218,12 @@ def _expanded_counts(
     surface: float,
     tie: float,
 ) -> Int[Tensor, "2 B C"]:
-    """Training points of each class in the nearest ellipsoid, expanded to touch the point.
+    """Class counts in the nearest ellipsoid, expanded until it touches the point.
 
-    Where several are nearest all of them are expanded; what is known of each alone bounds the counts in all of them
-    (the least) and in any of them (the greatest), exactly if they are nested or share no point of a class.
+    If several ellipsoids are equally near, all of them are expanded. Index 0 is the least class count over these
+    ellipsoids, an upper bound of the count in their intersection. Index 1 is the greatest class count, a lower bound of
+    the count in their union. Both bounds are exact if the points of the class in the expanded ellipsoids are nested
+    sets.
     """
     out = torch.zeros(2, len(distance), sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
     rows = wanted.nonzero().squeeze(1)
@@ -223,12 +231,12 @@ def _expanded_counts(
         return out
     near = nearness[rows]
     least, nearest = near.min(dim=1)
-    out[:, rows] = _reached(sorted_distances, counts_at, nearest, distance[rows, nearest] * (1.0 + surface))
+    out[:, rows] = _counts_within(sorted_distances, counts_at, nearest, distance[rows, nearest] * (1.0 + surface))
     tied = near <= (least * (1.0 + tie)).unsqueeze(1)
     several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
     if len(several):
         row, k = tied[several].nonzero(as_tuple=True)
-        found = _reached(sorted_distances, counts_at, k, distance[rows[several[row]], k] * (1.0 + surface))
+        found = _counts_within(sorted_distances, counts_at, k, distance[rows[several[row]], k] * (1.0 + surface))
         index = row.unsqueeze(1).expand_as(found)
         for slot, how in ((0, "amin"), (1, "amax")):
             start = torch.zeros(len(several), found.shape[1], dtype=found.dtype, device=found.device)
@@ -248,13 +256,13 @@ def _expanded_counts_shape(
     return torch.empty(2, distance.shape[0], sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
 
 
-def _reached(
+def _counts_within(
     sorted_distances: Float[Tensor, "K C Q"],
     counts_at: Int[Tensor, "C Q"],
     k: Int[Tensor, "n"],
     within: Float[Tensor, "n"],
 ) -> Int[Tensor, "n C"]:
-    """Training points of each class within a distance of ellipsoid k, by binary search."""
+    """Class counts within a distance of ellipsoid k, by binary search in its sorted distances."""
     _, classes, size = sorted_distances.shape
     c = torch.arange(classes, device=k.device)
     base = (k.unsqueeze(1) * classes + c) * size
@@ -269,8 +277,8 @@ def _reached(
     return padded[c, low]
 
 
-# The library itself rather than torch.library.custom_op, which imports the compiler at the first call (a second)
-# and costs more at every one.
+# torch.library.Library rather than torch.library.custom_op, which imports the compiler at the first call and has a
+# higher overhead per call.
 _LIBRARY = torch.library.Library("sepc_torch", "DEF")
 
 
@@ -278,7 +286,16 @@ T = TypeVar("T", Tensor, tuple[Tensor, Tensor])
 
 
 def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
-    """Register a function, and what is known of its result without running it, under the name in the schema."""
+    """Register a function as the torch operator ``sepc_torch::<name in the schema>``.
+
+    Args:
+        schema: Name and signature of the operator.
+        function: The implementation.
+        shape: Returns an empty tensor of the result's shape and dtype, for tracing without running ``function``.
+
+    Returns:
+        The callable operator.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -295,7 +312,13 @@ distances_gradient = operator(
 
 
 def differentiable(name: str, backward: Callable[..., tuple[Tensor | None, ...]]) -> None:
-    """Give an operator a gradient, from the tensors it was called with, its result and the gradient of that."""
+    """Register the gradient of an operator.
+
+    Args:
+        name: Name of the operator without namespace.
+        backward: Maps the operator's input tensors, its output and the output's gradient to one gradient per argument,
+            or None for an argument without a gradient.
+    """
 
     def setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), output)
@@ -316,8 +339,8 @@ region_counts = operator(
     "region_counts(Tensor inside, Tensor cells, Tensor counts) -> Tensor", _region_counts, _region_counts_shape
 )
 expanded_counts = operator(
-    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor sorted_distances, Tensor counts_at, float surface, "
-    "float tie) -> Tensor",
+    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor sorted_distances, Tensor counts_at, "
+    "float surface, float tie) -> Tensor",
     _expanded_counts,
     _expanded_counts_shape,
 )

@@ -1,1 +1,1 @@
-"""Labelled points to a :class:`~sepc_torch.Partition`: Algorithms 1 and 2 of the paper, and the landscape of classes."""
+"""Fitting a :class:`~sepc_torch.Partition` to labelled points (Algorithms 1 and 2), and the overlap of the classes."""

@@ -1,15 +1,19 @@
-r"""Algorithms 1 and 2 of the paper: cover two sets of points with ellipsoids, one pair after another.
+r"""Algorithms 1 and 2 of the paper: cover two sets of points with ellipsoids, a pair of ellipsoids per iteration.
 
-In every iteration the closest points :math:`c, d` of the reduced hulls of what remains of :math:`X` and :math:`Y`
-give :math:`w = c - d`, and the points beyond them, :math:`x^\top w \ge \alpha = c^\top w` and
-:math:`y^\top w \le \beta = d^\top w`, are covered. While an ellipsoid holds more than ``max_impure`` remaining
-points of the other set, the step is repeated on the points it covers. What the paper leaves open is decided so:
+Each iteration finds the closest points :math:`c, d` of the reduced hulls of the remaining points of :math:`X` and
+:math:`Y`. With :math:`w = c - d` it selects the points beyond the hyperplanes,
+:math:`x^\top w \ge \alpha = c^\top w` and :math:`y^\top w \le \beta = d^\top w`, and covers the selected points of each
+set with an ellipsoid. While an ellipsoid holds more than ``max_impure`` remaining points of the other set, the
+selection is repeated on the points that the ellipsoid covers. The paper leaves some cases open. The code decides them
+as follows:
 
-- Impure means *more than* ``max_impure``; with "at least", as Algorithm 1 prints it, 0 would never end.
-- Where :math:`c = d`, or where the step takes no point away, both hulls are reduced to their centroids instead. A set
-  that this does not reduce either cannot be separated further and is covered as it is: a *terminal* ellipsoid.
-- At most as many points as dimensions are *isolated* points; each is a ball of the least semi-axis. Dimensions are
-  those that the data span: a constant or dependent feature adds none.
+- An ellipsoid is impure if it holds *more than* ``max_impure`` points of the other set. Algorithm 1 prints "at least";
+  with "at least", ``max_impure=0`` would never end.
+- If :math:`c = d`, or if the selection leaves out no point, both hulls are reduced to their centroids instead. If the
+  centroids do not help either, the points cannot be separated further, and a *terminal* ellipsoid covers all of them.
+- A selection with no more points than dimensions consists of *isolated* points, and so does a remainder, after the last
+  iteration, with fewer points than dimensions. Each isolated point gets a ball whose radius is the least semi-axis.
+  Dimensions are those that the data span: a constant or dependent feature adds none.
 """
 
 from __future__ import annotations
@@ -25,16 +29,20 @@ from sepc_torch.solvers import NATIVE, ellipsoids_intersect, minimum_volume_elli
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
 from sepc_torch.solvers.reduced_hull import closest_points
 
-# Ties count as beyond the hyperplane up to this share of the spread along w: what an interior-point solver leaves open.
+# Points within this share of the spread along w below the hyperplane count as beyond it: the error that an
+# interior-point solver leaves in c and d.
 _TIE = 1e-7
-# A point that carries weight lies on the surface; what is farther inside carries only what the solver left it.
+# Support points lie on the surface. A point farther inside than this has only the residual weight of the solver.
 _ON_SURFACE = 1e-4
 # Hulls count as touching when c and d are closer than this share of the data's extent.
 _COINCIDENT = 1e-7
 
 
 class Piece(NamedTuple):
-    """An ellipsoid of the first (side 0) or second set and the points, as rows of their set, it was made to cover."""
+    """An ellipsoid of the first (side 0) or second (side 1) set.
+
+    ``members`` are the rows of the set that the ellipsoid was fitted to, ``support`` the rows on its surface.
+    """
 
     side: int
     kind: Kind
@@ -54,7 +62,7 @@ class Hyperplane(NamedTuple):
 
 
 class Separation(NamedTuple):
-    """All ellipsoids of both sets and the hyperplanes that led to them."""
+    """The ellipsoids of both sets and the hyperplanes of every iteration."""
 
     pieces: tuple[Piece, ...]
     hyperplanes: tuple[Hyperplane, ...]
@@ -62,27 +70,27 @@ class Separation(NamedTuple):
 
 @runtime_checkable
 class Covering(Protocol):
-    """The minimum-volume ellipsoid of a set, able to answer the questions of the algorithm."""
+    """The minimum-volume ellipsoid of a set, with the operations that the algorithm needs."""
 
     def exact(self) -> MinimumVolumeEllipsoid:
-        """The ellipsoid itself."""
+        """The ellipsoid, solved to the tolerance."""
 
     def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
-        """Whether more than ``limit`` of the others lie inside."""
+        """Whether more than ``limit`` of the points ``others`` lie inside."""
 
     def subset(self, rows: Int[Array, "n"]) -> Covering:
-        """The ellipsoid of some of the points."""
+        """The covering of the points in the given rows."""
 
 
-class _Stated:
-    """A covering whose program is solved through cvxpy."""
+class _CvxpyCovering:
+    """A covering solved by a cvxpy solver."""
 
     def __init__(self, points: Float[Array, "N D"], floor: float, solver: str) -> None:
         self._points, self._floor, self._solver = points, floor, solver
         self._ellipsoid = minimum_volume_ellipsoid(points, solver=solver, floor=floor)
 
-    def subset(self, rows: Int[Array, "n"]) -> _Stated:
-        return _Stated(self._points[rows], self._floor, self._solver)
+    def subset(self, rows: Int[Array, "n"]) -> _CvxpyCovering:
+        return _CvxpyCovering(self._points[rows], self._floor, self._solver)
 
     def exact(self) -> MinimumVolumeEllipsoid:
         return self._ellipsoid
@@ -92,7 +100,10 @@ class _Stated:
 
 
 class _Step(NamedTuple):
-    """What one application of Algorithm 2 chose on either side, with the ellipsoids where they are known already."""
+    """The hyperplane of one application of Algorithm 2 and the rows that it selects in each set.
+
+    ``coverings`` are the ellipsoids of the selected rows, if they are already known.
+    """
 
     hyperplane: Hyperplane
     chosen: tuple[Int[Array, "n"], Int[Array, "m"]]
@@ -105,14 +116,15 @@ class Separator:
     Args:
         max_impure: Remaining points of the other set that an ellipsoid may hold.
         floor: Least semi-axis of an ellipsoid.
-        dim: Dimension of the space that the data span, by default the number of features: sets of no more points are
-            isolated.
-        metric: Factor by which each feature enters the reduced hulls, which, other than the ellipsoids, depend on
-            scale.
-        tol: Gap to which ellipsoids are certified.
+        dim: Dimension of the space that the data span, by default the number of features. The points of a set with no
+            more points than this are isolated.
+        metric: Factor by which each feature is scaled for the reduced hulls. Reduced hulls depend on the scale of the
+            features, ellipsoids do not.
+        tol: Relative gap to which ellipsoids are certified.
         solver: ``"native"`` or the name of an installed cvxpy solver.
-        keep: Whether the ellipsoids of either set are wanted; a set that is not kept only serves to separate the other.
-        tick: Hears how many more points of the kept sets have been dealt with.
+        keep: Whether to return the ellipsoids of the first and of the second set. A set that is not kept only serves to
+            separate the other.
+        tick: Callback for progress, called with the number of points of the kept sets that were just covered.
     """
 
     def __init__(
@@ -132,7 +144,7 @@ class Separator:
         self.keep, self.tick = keep, tick
 
     def separate(self, x: Float[Array, "N D"], y: Float[Array, "M D"]) -> Separation:
-        """Algorithm 1."""
+        """Run Algorithm 1 on the sets ``x`` and ``y``."""
         sets, dim = (x, y), self._dim(x)
         left = [np.arange(len(x)), np.arange(len(y))]
         pieces: list[Piece] = []
@@ -146,23 +158,23 @@ class Separator:
             hyperplanes.append(step.hyperplane)
             for side in (0, 1):
                 if not self.keep[side] and len(left[1 - side]) <= dim:
-                    break  # too little is left to separate from the rest
+                    break  # the kept set has too few points left to be separated further
                 own, others = remaining[side], remaining[1 - side]
                 members, covering, pure = self._shrink(own, others, step.chosen[side], step.coverings[side])
                 if self.keep[side]:
                     kind = Kind.TERMINAL if not pure else Kind.FIRST if iteration == 1 else Kind.FURTHER
                     rows = left[side][members]
-                    pieces += self._pieces(sets[side], rows, others, covering, Piece(side, kind, iteration, *_UNKNOWN))
+                    pieces += self._pieces(side, kind, iteration, sets[side], rows, others, covering)
                 left[side] = np.delete(left[side], members)
                 self._done(side, len(members))
             iteration += 1
         for side in (0, 1):
             if self.keep[side] and len(left[side]):
-                # Line 27 of Algorithm 1 asks for n points here, one less than the loop: two points of XOR are covered.
+                # Line 27 of Algorithm 1 asks for n points here, one less than the loop does. The two points of each
+                # class of XOR are therefore covered by an ellipsoid.
                 covering = self._cover(sets[side][left[side]]) if len(left[side]) >= dim else None
                 others = sets[1 - side][left[1 - side]]
-                blank = Piece(side, Kind.TERMINAL if covering else Kind.ISOLATED, iteration, *_UNKNOWN)
-                pieces += self._pieces(sets[side], left[side], others, covering, blank)
+                pieces += self._pieces(side, Kind.TERMINAL, iteration, sets[side], left[side], others, covering)
                 self._done(side, len(left[side]))
         return Separation(tuple(pieces), tuple(hyperplanes))
 
@@ -177,7 +189,7 @@ class Separator:
         return any(keep and len(rows) > 0 for keep, rows in zip(self.keep, left, strict=True))
 
     def _first_step(self, x: Float[Array, "N D"], y: Float[Array, "M D"], iteration: int) -> _Step | None:
-        """Algorithm 2 on what remains of both sets; None if they cannot be separated."""
+        """Apply Algorithm 2 to the remaining points of both sets; None if they cannot be separated."""
         disjoint = self._disjoint(x, y)
         hx, hy = self._in_metric(x), self._in_metric(y)
         if disjoint is not None:
@@ -196,10 +208,11 @@ class Separator:
         members: Int[Array, "n"],
         covering: Covering | None,
     ) -> tuple[Int[Array, "m"], Covering | None, bool]:
-        """Repeat Algorithm 2 on the covered points until the ellipsoid is pure enough.
+        """Repeat Algorithm 2 on the covered points until the ellipsoid holds at most ``max_impure`` of the others.
 
-        Returns the rows covered, their ellipsoid (None: isolated points) and whether that succeeded. The ellipsoids
-        of the two sets need no test for intersection here: an impure one holds a point of the other set.
+        Returns the rows covered, their ellipsoid (None for isolated points) and whether the ellipsoid is pure enough.
+        The ellipsoids of the two sets need no intersection test here: an impure ellipsoid holds points of the other
+        set, so that the two ellipsoids intersect.
         """
         own_in_metric, others_in_metric = self._in_metric(own), self._in_metric(others)
         direction = None
@@ -222,10 +235,10 @@ class Separator:
     def _directions(
         self, x: Float[Array, "N D"], y: Float[Array, "M D"], guess: Float[Array, "D"] | None = None
     ) -> Iterator[tuple[Float[Array, "D"], Float[Array, "D"]]]:
-        """Pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
+        """Yield the pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
         means = x.mean(axis=0), y.mean(axis=0)
         extent = max(float(np.maximum(z.max(axis=0) - means[0], means[0] - z.min(axis=0)).max()) for z in (x, y))
-        if len(x) != len(y):  # equal sets are both reduced to their centroids
+        if len(x) != len(y):  # reduced hulls of sets of equal size are the centroids, which come below
             c, d = self._closest(x, y, 1.0 / min(len(x), len(y)), guess)
             if float(np.linalg.norm(c - d)) > _COINCIDENT * extent:
                 yield c, d
@@ -234,38 +247,51 @@ class Separator:
 
     def _pieces(
         self,
+        side: int,
+        kind: Kind,
+        iteration: int,
         points: Float[Array, "N D"],
         rows: Int[Array, "n"],
         others: Float[Array, "M D"],
         covering: Covering | None,
-        blank: Piece,
     ) -> list[Piece]:
-        """One ellipsoid, or a ball for each isolated point."""
-        if covering is not None:
-            ellipsoid = covering.exact()
-            on_surface = ellipsoid.distance(points[rows[ellipsoid.support]]) >= 1.0 - _ON_SURFACE
-            return [blank._replace(ellipsoid=ellipsoid, members=rows, support=rows[ellipsoid.support[on_surface]])]
+        """One piece of the given kind for the covering of ``rows``; without a covering, balls for isolated points."""
+        if covering is None:
+            return self._balls(side, iteration, points, rows, others)
+        ellipsoid = covering.exact()
+        on_surface = ellipsoid.distance(points[rows[ellipsoid.support]]) >= 1.0 - _ON_SURFACE
+        return [Piece(side, kind, iteration, ellipsoid, rows, rows[ellipsoid.support[on_surface]])]
+
+    def _balls(
+        self,
+        side: int,
+        iteration: int,
+        points: Float[Array, "N D"],
+        rows: Int[Array, "n"],
+        others: Float[Array, "M D"],
+    ) -> list[Piece]:
+        """One ball for each distinct location of the isolated points ``rows``."""
         places, place = np.unique(points[rows], axis=0, return_inverse=True)
         pieces = []
         for i in range(len(places)):
             ball = Ellipsoid.ball(places[i], self.floor)
-            # Points of the other set in the very same place cannot be told apart: such a ball is terminal.
+            # Points of both sets at one location cannot be separated: a ball that holds too many others is terminal.
             impure = int(np.count_nonzero(ball.contains(others))) > self.max_impure
             members = rows[place.ravel() == i]
             kind = Kind.TERMINAL if impure else Kind.ISOLATED
-            pieces.append(blank._replace(kind=kind, ellipsoid=ball, members=members, support=members[:1]))
+            pieces.append(Piece(side, kind, iteration, ball, members, members[:1]))
         return pieces
 
     def _cover(self, points: Float[Array, "N D"]) -> Covering:
         if self.solver == NATIVE:
             return ProgressiveEllipsoid(points, self.tol, self.floor)
-        return _Stated(points, self.floor, self.solver)
+        return _CvxpyCovering(points, self.floor, self.solver)
 
     def _impure(self, covering: Covering, others: Float[Array, "M D"]) -> bool:
         return len(others) > self.max_impure and covering.holds_more_than(self.max_impure, others)
 
     def _disjoint(self, x: Float[Array, "N D"], y: Float[Array, "M D"]) -> tuple[Covering, Covering] | None:
-        """The ellipsoids of both sets if they do not meet."""
+        """The ellipsoids of both sets if they do not intersect, otherwise None."""
         mine, theirs = self._cover(x), self._cover(y)
         if isinstance(mine, ProgressiveEllipsoid) and isinstance(theirs, ProgressiveEllipsoid):
             meet = mine.intersects(theirs)
@@ -284,9 +310,6 @@ class Separator:
 
     def _in_metric(self, points: Float[Array, "N D"]) -> Float[Array, "N D"]:
         return points if self.metric is None else points * self.metric
-
-
-_UNKNOWN = (Ellipsoid(np.zeros(0), np.zeros((0, 0))), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _hyperplane(iteration: int, c: Float[Array, "D"], d: Float[Array, "D"]) -> Hyperplane:

@@ -1,9 +1,9 @@
-r"""Which training points vouch for a place: the counts that rules and trust are made of, without the points themselves.
+r"""Class counts of the training points in each region (cell) and near each ellipsoid.
 
-A *cell* is a distinct pattern of membership in the ellipsoids. "How many training points of each class lie in all
-of these ellipsoids, or in any of them" is a matrix product with the cells and their counts. A point outside every
-ellipsoid is judged by an expanded one, so for every ellipsoid and class the sorted distances of the training points
-are kept too.
+A *cell* is a distinct pattern of membership in the ellipsoids that occurs among the training points. The number of
+training points of each class in all, or in any, of some ellipsoids is a matrix product of the cells with their counts.
+A point outside every ellipsoid is classified by expanded ellipsoids. For them the sorted distances of the training
+points are kept, by ellipsoid and class. The training points themselves are not kept.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 if TYPE_CHECKING:
     import torch
 
-# Distances kept per ellipsoid and class. Classes with more points are thinned evenly by rank.
+# Largest number of distances kept per ellipsoid and class. The distances of a class with more points are thinned evenly
+# by rank.
 RESOLUTION = 512
-# Numbers in one batch of offsets on a device, half a GiB.
+# Float64 numbers in one batch of offsets on a device: half a GiB.
 _BATCH = 2**26
 
 
 class Ledger(NamedTuple):
-    r"""Cells (P, K) with class counts (P, C), and the sorted_distances of every ellipsoid.
+    r"""Cells (P, K) with their class counts (P, C), and sorted distances to every ellipsoid.
 
-    ``sorted_distances[k, c, q]`` is the distance within which ellipsoid k, expanded, holds ``counts_at[c, q]`` training points of
-    class c. With at most :data:`RESOLUTION` points in a class every point has its entry and counts are exact;
-    otherwise a count read from it is short by at most :attr:`count_error`. Rows end in infinities where a class has
-    fewer points.
+    ``sorted_distances[k, c, q]`` is the distance to which ellipsoid k must be expanded to hold ``counts_at[c, q]``
+    training points of class c. A class with at most :data:`RESOLUTION` points has one entry per point, and counts read
+    from the table are exact. For larger classes they are too low by at most :attr:`count_error`. The row of a class
+    with fewer than Q points is padded with infinities.
     """
 
     cells: Bool[Array, "P K"]
@@ -41,11 +42,11 @@ class Ledger(NamedTuple):
 
     @property
     def count_error(self) -> int:
-        """The most by which a count read from ``sorted_distances`` falls short of the true one."""
+        """Largest amount by which a count read from ``sorted_distances`` can be below the true count."""
         return int(np.diff(self.counts_at, axis=1, prepend=0).max()) - 1
 
     def reached(self, ellipsoid: int, distance: float) -> Int[Array, "C"]:
-        """Training points of each class within the given distance of an ellipsoid (its expansion)."""
+        """Number of training points of each class within the given distance of an ellipsoid."""
         found = [
             np.searchsorted(row, distance * (1.0 + SURFACE_TOLERANCE), side="right")
             for row in self.sorted_distances[ellipsoid]
@@ -61,11 +62,19 @@ def ledger(
     classes: int,
     device: torch.device | None = None,
 ) -> Ledger:
-    """Count the training points in the cells of the ellipsoids and measure their sorted_distances, on a torch device if given."""
+    """Count the training points of each class in the cells of the ellipsoids and sort their distances.
+
+    Args:
+        ellipsoids: The K ellipsoids.
+        points: The training points.
+        codes: The class of each training point, from 0 to ``classes`` - 1.
+        classes: Number of classes C.
+        device: Torch device that computes the distances in float64; by default NumPy does.
+    """
     totals = np.bincount(codes, minlength=classes)
     resolution = int(min(totals.max(), RESOLUTION))
     steps = np.arange(1, resolution + 1)
-    # Evenly spaced counts_at that end at the class's last point; every point where there are no more than the resolution.
+    # Evenly spaced counts that end at the size of the class; all counts for a class no larger than the resolution.
     counts_at = np.where(
         totals[:, None] <= resolution, np.minimum(steps, totals[:, None]), -(-steps * totals[:, None] // resolution)
     )
@@ -85,7 +94,7 @@ def ledger(
 def _measure(
     ellipsoids: Sequence[Ellipsoid], points: Float[Array, "N D"], members: list[Array], counts_at: Int[Array, "C Q"]
 ) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
-    """Which points lie in which ellipsoid, and the distances of the given counts_at among the members of every class."""
+    """Membership of the points in the ellipsoids, and for each class the distances at the ranks ``counts_at``."""
     inside = np.empty((len(points), len(ellipsoids)), dtype=bool)
     sorted_distances = np.empty((len(ellipsoids), *counts_at.shape))
     for k, ellipsoid in enumerate(ellipsoids):
@@ -103,7 +112,7 @@ def _measure_on(
     members: list[Array],
     counts_at: Int[Array, "C Q"],
 ) -> tuple[Bool[Array, "N K"], Float[Array, "K C Q"]]:
-    """The same in torch, many ellipsoids at a time."""
+    """Compute the results of :func:`_measure` in torch, in batches of ellipsoids."""
     import torch
 
     centers = torch.from_numpy(np.stack([e.center for e in ellipsoids])).to(device)
@@ -123,7 +132,10 @@ def _measure_on(
 
 
 def _distinct(rows: Array) -> tuple[Array, Int[Array, "N"]]:
-    """The distinct rows of bytes, sorted, and which of them each row is; as strings, which compare much faster."""
+    """The distinct rows of bytes, sorted, and the index of each row among them.
+
+    The rows are compared as byte strings, which is much faster than ``np.unique(axis=0)``.
+    """
     text = np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").ravel()
     _, first, place = np.unique(text, return_index=True, return_inverse=True)
     return rows[first], place.ravel()

@@ -1,8 +1,8 @@
-r"""From labelled points to a :class:`~sepc_torch.Partition`: the offline half of SEP-C.
+r"""The function :func:`~sepc_torch.partition`: fit a :class:`~sepc_torch.Partition` to labelled points.
 
 Two classes are separated in one run of Algorithm 1, which yields the ellipsoids of both. More classes are separated
-one-versus-rest; each run keeps the ellipsoids of its own class, and all are pooled. The runs are independent and go
-through joblib, so a user's own joblib backend (Dask, Ray, Spark) spreads them over machines::
+one-versus-rest: each run keeps the ellipsoids of its own class, and the partition pools them. The runs are independent
+and go through joblib, so a user's own joblib backend (Dask, Ray, Spark) distributes them over machines::
 
     with joblib.parallel_config(backend="dask"):
         part = partition(X, y)
@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,8 @@ import numpy as np
 
 from sepc_torch.data.arrays import TrainingSet, count, feature_scale, float64_device, positive, training_set
 from sepc_torch.data.progress import Bar, Choice
-from sepc_torch.ellipsoid import DEFAULT_FLOOR, Kind, MinimumVolumeEllipsoid
-from sepc_torch.partitioning.algorithm import Piece, Separation, Separator
+from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
+from sepc_torch.partitioning.algorithm import Separation, Separator
 from sepc_torch.partitioning.cells import ledger
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane
 from sepc_torch.shapes import Array, Float, Int
@@ -34,13 +33,46 @@ if TYPE_CHECKING:
 
 
 class _Task(NamedTuple):
-    """One run of Algorithm 1: the class (or the first of two) against the rest, in standardised coordinates."""
+    """One run of Algorithm 1 in standardised coordinates: the class ``code`` against all other points.
+
+    ``keep`` says whether to keep the ellipsoids of the class and of the rest.
+    """
 
     points: Float[Array, "N D"]
     codes: Int[Array, "N"]
     code: int
     keep: tuple[bool, bool]
     parameters: dict[str, Any]
+
+
+class _UncountedEllipsoid(NamedTuple):
+    """An ellipsoid in the caller's coordinates, before the training points in it are counted.
+
+    ``code`` is the index of its class. The other fields are those of :class:`PartitionEllipsoid`.
+    """
+
+    code: int
+    ellipsoid: Ellipsoid
+    kind: Kind
+    iteration: int
+    support: Int[Array, "S"]
+    covered: int
+    gap: float
+
+    def with_counts(self, label: Any, counts: Int[Array, "C"]) -> PartitionEllipsoid:
+        """The ellipsoid of the partition, with its label and the training points of each class inside."""
+        return PartitionEllipsoid(
+            center=self.ellipsoid.center,
+            whitener=self.ellipsoid.whitener,
+            label=label,
+            kind=self.kind,
+            iteration=self.iteration,
+            support=self.support,
+            covered=self.covered,
+            counts=counts,
+            purity=int(counts[self.code]) / max(int(counts.sum()), 1),
+            gap=self.gap,
+        )
 
 
 def partition(
@@ -61,20 +93,21 @@ def partition(
     Args:
         X: Training points (N, D): array, list of rows, torch tensor, or DataFrame (column names are kept).
         y: Labels (N,), of any sortable type.
-        max_impure: How many remaining points of other classes an ellipsoid may hold (the paper's :math:`n_{Imp}`).
-        solver: ``"native"``, or the name of an installed cvxpy solver to run the paper's programs as stated.
+        max_impure: Largest number of remaining points of other classes in an ellipsoid (the paper's :math:`n_{Imp}`).
+        solver: ``"native"``, or the name of an installed cvxpy solver to solve the paper's programs in cvxpy.
         standardize: Measure the reduced hulls in standard deviations of each feature. The ellipsoids themselves do
             not depend on scale and are returned in the coordinates of ``X`` either way.
-        floor: Least semi-axis, in standard deviations of each feature; it is also the radius of isolated points.
-        n_jobs: Processes for more than two classes, as in joblib: ``None`` means 1 unless a joblib context says
-            otherwise.
+        floor: Least semi-axis, in standard deviations of each feature. It is also the radius of isolated points.
+        n_jobs: Number of processes for more than two classes, as in joblib: ``None`` means 1 unless a joblib context
+            says otherwise.
         progress: ``"auto"`` shows a bar on a terminal for fits of more than a second.
-        classes: The labels in the order wanted; by default sorted.
-        device: Where to count the training points in all the ellipsoids, in torch's float64; by default NumPy does it
-            on one core. Ellipsoids are found on the CPU's cores either way, a chain of problems too small for a GPU
-            (``experiments/bench_partition_gpu.py`` measures that), and are the same to the last bit.
+        classes: The labels in the wanted order; by default sorted.
+        device: Torch device that counts the training points in the ellipsoids, in float64. By default NumPy counts
+            them on one core. The ellipsoids are fitted on the CPU either way, because they form a chain of problems
+            that are too small for a GPU (measured by ``experiments/bench_partition_gpu.py``). The device does not
+            change a bit of the ellipsoids.
 
-    The result depends neither on the order of the rows nor on the number of processes, to the last bit.
+    The result is bit-identical for every order of the rows and every number of processes.
 
     >>> import numpy as np
     >>> X = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]])
@@ -90,7 +123,7 @@ def partition(
     _check_solver(solver)
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
-    # One canonical order of rows makes sums, and with them the result, independent of the order they came in.
+    # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
     order = np.lexsort((data.codes, *data.points.T[::-1]))
     points, codes = data.points[order], data.codes[order]
     mean, unit = points.mean(axis=0), feature_scale(points)
@@ -104,13 +137,14 @@ def partition(
     }
     runs = _run(_tasks(standard, codes, data.classes, parameters), n_jobs, progress)
     separated = time.perf_counter()
-    ellipsoids, hyperplanes = _pool(runs, data, order, mean, unit, standardize)
+    pieces = _pool_pieces(runs, data, order, mean, unit)
     with _one_thread():
-        held = ledger(ellipsoids, points, codes, len(data.classes), where)
+        held = ledger([piece.ellipsoid for piece in pieces], points, codes, len(data.classes), where)
     inside = held.cells.T.astype(np.int64) @ held.counts
+    labels = data.classes.tolist()
     return Partition(
-        ellipsoids=tuple(_with_counts(e, inside[k], data.classes) for k, e in enumerate(ellipsoids)),
-        hyperplanes=hyperplanes,
+        ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, inside, strict=True)),
+        hyperplanes=_pool_hyperplanes(runs, labels, mean, unit if standardize else None),
         classes=data.classes,
         class_counts=np.bincount(codes).astype(np.int64),
         scale=unit if standardize else np.ones_like(unit),
@@ -132,7 +166,8 @@ def _tasks(
 ) -> list[_Task]:
     if len(classes) > 2:
         return [_Task(points, codes, code, (True, False), parameters) for code in range(len(classes))]
-    # The larger class comes first, as in the paper; with equal sizes the one with the first row, whatever their names.
+    # The larger class comes first, as in the paper. If both have the same size, the class of the first row in canonical
+    # order comes first, so that the result does not depend on the names of the classes.
     sizes = np.bincount(codes)
     first = int(codes[0]) if sizes[0] == sizes[1] else int(sizes.argmax())
     return [_Task(points, codes, first, (True, True), parameters)]
@@ -163,68 +198,55 @@ def _separate(task: _Task, advance: Callable[[int], None] | None = None) -> Sepa
 
 
 def _one_thread() -> AbstractContextManager[Any]:
-    """The matrices are small: threads cost more than they give, and one thread makes sums the same everywhere."""
+    """Limit BLAS to one thread: the matrices are small, and the order of sums is then the same on every machine."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1)
 
 
-def _pool(
+def _pool_pieces(
     runs: list[tuple[_Task, Separation]],
     data: TrainingSet,
     order: Int[Array, "N"],
     mean: Float[Array, "D"],
     unit: Float[Array, "D"],
-    standardize: bool,
-) -> tuple[list[PartitionEllipsoid], tuple[PartitionHyperplane, ...]]:
-    """All pieces in the caller's coordinates, with rows and labels of the caller's data."""
-    labels = data.classes.tolist()
-    found: list[tuple[int, PartitionEllipsoid]] = []
-    hyperplanes = []
+) -> list[_UncountedEllipsoid]:
+    """The ellipsoids of all runs in the caller's coordinates and rows, sorted by class, iteration and kind."""
+    found: list[_UncountedEllipsoid] = []
     for task, separation in runs:
         own = task.codes == task.code
         sides = order[own], order[~own]
         for piece in separation.pieces:
-            code = int(data.codes[sides[piece.side][0]])
-            rows = np.sort(sides[piece.side][piece.support])
-            covered = data.points[sides[piece.side][piece.members]]
-            found.append((code, _in_callers_coordinates(piece, labels[code], rows, covered, mean, unit)))
+            rows, e = sides[piece.side], piece.ellipsoid
+            center = mean + unit * e.center
+            # The sum above rounds the centre of data far from the origin. Stretching restores the cover.
+            whitener = stretched(e.whitener / unit, data.points[rows[piece.members]] - center)
+            found.append(
+                _UncountedEllipsoid(
+                    code=int(data.codes[rows[0]]),
+                    ellipsoid=Ellipsoid(center, whitener),
+                    kind=piece.kind,
+                    iteration=piece.iteration,
+                    support=np.sort(rows[piece.support]),
+                    covered=len(piece.members),
+                    gap=e.gap if isinstance(e, MinimumVolumeEllipsoid) else 0.0,
+                )
+            )
+    kinds = list(Kind)
+    return sorted(found, key=lambda piece: (piece.code, piece.iteration, kinds.index(piece.kind)))
+
+
+def _pool_hyperplanes(
+    runs: list[tuple[_Task, Separation]], labels: list[Any], mean: Float[Array, "D"], unit: Float[Array, "D"] | None
+) -> tuple[PartitionHyperplane, ...]:
+    """The hyperplanes of all runs in the caller's coordinates; ``unit`` is None if the runs used its units."""
+    hyperplanes = []
+    for task, separation in runs:
         for h in separation.hyperplanes:
-            w = h.w / unit if standardize else h.w
+            w = h.w if unit is None else h.w / unit
             shift = float(w @ mean)
             hyperplanes.append(PartitionHyperplane(labels[task.code], h.iteration, w, h.alpha + shift, h.beta + shift))
-    kinds = list(Kind)
-    found.sort(key=lambda item: (item[0], item[1].iteration, kinds.index(item[1].kind)))
-    return [e for _, e in found], tuple(hyperplanes)
-
-
-def _in_callers_coordinates(
-    piece: Piece,
-    label: Any,
-    rows: Int[Array, "S"],
-    covered: Float[Array, "n D"],
-    mean: Float[Array, "D"],
-    unit: Float[Array, "D"],
-) -> PartitionEllipsoid:
-    e = piece.ellipsoid
-    center = mean + unit * e.center
-    return PartitionEllipsoid(
-        center=center,
-        whitener=stretched(e.whitener / unit, covered - center),  # far from the origin the centre is rounded
-        label=label,
-        kind=piece.kind,
-        iteration=piece.iteration,
-        support=rows,
-        covered=len(piece.members),
-        counts=np.zeros(0, dtype=np.int64),
-        purity=0.0,
-        gap=e.gap if isinstance(e, MinimumVolumeEllipsoid) else 0.0,
-    )
-
-
-def _with_counts(e: PartitionEllipsoid, inside: Int[Array, "C"], classes: Array) -> PartitionEllipsoid:
-    own = int(inside[classes.tolist().index(e.label)])
-    return replace(e, counts=inside, purity=own / max(int(inside.sum()), 1))
+    return tuple(hyperplanes)
 
 
 def _check_solver(solver: str) -> None:

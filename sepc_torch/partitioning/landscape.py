@@ -1,9 +1,9 @@
-r"""The landscape of a data set: how far the classes overlap, and where a partition keeps making the same mistake.
+r"""Overlap of the classes of a data set, and regions of a partition with repeated mistakes (small disjuncts).
 
-With :math:`E_a` the minimum-volume ellipsoid of class :math:`a`, the overlap of two classes is the minimum-volume
-ellipsoid of the points that lie in both. Its volume relative to :math:`E_a`, the overlap ratio, is near 1 where
-class :math:`a` lies within the other and near 0 where they are apart. With more than two classes, the overlap of a
-class is that with all others together.
+Let :math:`E_a` be the minimum-volume ellipsoid of class :math:`a`. The overlap of two classes is the minimum-volume
+ellipsoid of the points that lie in both class ellipsoids. The overlap ratio is its volume relative to :math:`E_a`. The
+ratio is near 1 where class :math:`a` lies within the other class and near 0 where the classes are apart. With more than
+two classes, the overlap of a class is its overlap with all other classes together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from sepc_torch.partitioning.record import Partition
 from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.solvers import NATIVE, minimum_volume_ellipsoid
 
-# Thickness of flat sets, in standard deviations: equal for all, so that it cancels in ratios, and too thin to act
-# otherwise.
+# Thickness of flat sets, in standard deviations. It is equal for all sets, so that it cancels in ratios, and too small
+# to affect sets that are not flat.
 _THICKNESS = 1e-6
 
 
 class PairOverlap(NamedTuple):
-    """The overlap of two classes: points in both ellipsoids, and the volume of theirs relative to either class."""
+    """The overlap of two classes.
+
+    ``points`` is the number of points in both ellipsoids, ``ratio`` the volume of the overlap relative to each class's
+    ellipsoid, and ``meet`` says whether the two ellipsoids intersect.
+    """
 
     points: int
     ratio: tuple[float, float]
@@ -37,11 +41,15 @@ class PairOverlap(NamedTuple):
 
 
 class SmallDisjunct(NamedTuple):
-    """A region in which more mistakes are known than the partition tolerates.
+    """A region with more known mistakes of one predicted label than the partition tolerates.
 
-    ``ellipsoids`` are the indices of those that hold the region, ``predicted`` and ``true`` the label given and the
-    labels that were right (most frequent first), ``rows`` the mistaken points in the labelled set. Outside every
-    ellipsoid a region is what lies ``nearest`` to the same one; inside that is None.
+    Attributes:
+        ellipsoids: Indices of the ellipsoids that contain the region; empty outside every ellipsoid.
+        predicted: The wrong label that the points were given.
+        true: The true labels of these points, most frequent first.
+        rows: Rows of the wrongly labelled points in the labelled set.
+        nearest: Outside every ellipsoid, a region consists of the points with one nearest ellipsoid, and this is its
+            index. None inside an ellipsoid.
     """
 
     ellipsoids: tuple[int, ...]
@@ -52,24 +60,24 @@ class SmallDisjunct(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the region is, for people."""
+        """The region as text: the indices of its ellipsoids, or ``near`` and the index of the nearest one."""
         return str(self.ellipsoids) if self.nearest is None else f"near {self.nearest}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Landscape:
-    """What :func:`landscape` finds; all dictionaries are keyed by label.
+    """The result of :func:`landscape`. All dictionaries are keyed by label.
 
     Attributes:
         classes: The labels (C,).
-        points: Points of each class.
-        inside: Points of each class that lie in the overlap.
-        outside: Points of each class that do not.
+        points: Number of points of each class.
+        inside: Number of points of each class that lie in the overlap.
+        outside: Number of points of each class outside the overlap.
         overlap_ratio: Volume of the overlap relative to the class's ellipsoid.
         pairs: The overlap of every two classes, keyed by both labels in the order of ``classes``.
-        ellipsoids: Ellipsoids of each class by iteration; isolated points are not counted.
-        isolated: Isolated points of each class.
-        disjuncts: Regions with more known mistakes than ``max_impure``.
+        ellipsoids: Number of ellipsoids of each class by iteration, without isolated points.
+        isolated: Number of isolated points of each class.
+        disjuncts: Regions with more than ``max_impure`` known mistakes.
     """
 
     classes: Array
@@ -125,16 +133,16 @@ def landscape(
     solver: str = NATIVE,
     classes: Any = None,
 ) -> Landscape:
-    """Measure how the classes overlap and how the partition copes.
+    """Measure the overlap of the classes, and count the ellipsoids and small disjuncts of a partition.
 
     Args:
         X: Labelled points (N, D).
         y: Their labels (N,).
-        partition: The partition to report on; by default one of these points. Give the one in use, with new
-            labelled points, to learn where it needs repartitioning.
-        max_impure: For the default partition.
+        partition: The partition to report on; by default a new one of ``X`` and ``y``. Pass the partition in use with
+            new labelled points to find the regions that need repartitioning.
+        max_impure: ``max_impure`` of the default partition.
         solver: ``"native"`` or the name of an installed cvxpy solver.
-        classes: The labels in the order wanted; by default sorted.
+        classes: The labels in the wanted order; by default sorted.
 
     >>> import numpy as np
     >>> X = np.array([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [9.0, 9.0], [9.0, 8.0], [8.0, 9.0]])
@@ -148,7 +156,8 @@ def landscape(
     foreign = [label for label in data.classes.tolist() if label not in partition.classes.tolist()]
     if foreign:
         raise ValueError(
-            f"y holds the labels {foreign}, which the partition of {partition.classes.tolist()} does not know."
+            f"y holds the labels {foreign}, but the partition has only the classes {partition.classes.tolist()}. "
+            "Drop these points, or pass a partition that was fitted with these classes."
         )
     points = (data.points - data.points.mean(axis=0)) / feature_scale(data.points)
     labels = data.classes.tolist()
@@ -188,21 +197,24 @@ def small_disjuncts(
     *,
     max_impure: int | None = None,
 ) -> tuple[SmallDisjunct, ...]:
-    """Regions of the partition that hold more known mistakes than it tolerates, the worst first.
+    """Find the regions of the partition with more known mistakes than it tolerates, most mistakes first.
 
-    Such points, given back with their labels, get ellipsoids of their own in a new partition.
+    A new partition whose training set includes these points gives them ellipsoids of their own.
 
     Args:
         partition: The partition in use.
         X: Labelled points (N, D).
         y: Their true labels (N,).
-        predicted: The labels that were given to them. By default the majority of the training points in the same
-            region; points whose region held none are then left out.
-        max_impure: How many mistakes to tolerate; by default what the partition was made with.
+        predicted: The predicted labels (N,). By default the majority class of the training points in the same region;
+            points in a region without training points are then left out.
+        max_impure: Number of mistakes to tolerate; by default the ``max_impure`` of the partition.
     """
     points, _ = numeric_points(X)
     if points.shape[1] != partition.dim:
-        raise ValueError(f"X has {points.shape[1]} features, the partition {partition.dim}.")
+        raise ValueError(
+            f"X has {points.shape[1]} features, but the partition has {partition.dim}. Pass the features of its "
+            "training set."
+        )
     limit = int(partition.made["max_impure"]) if max_impure is None else count(max_impure, "max_impure")
     truth = _as_objects(y, "y", len(points))
     distance = partition.distances(points)
@@ -217,13 +229,13 @@ def small_disjuncts(
 def mistaken_regions(
     distance: Float[Array, "N K"], given: Array, truth: Array, limit: int
 ) -> tuple[SmallDisjunct, ...]:
-    """The regions with more than ``limit`` mistakes, the worst first.
+    """Find the regions with more than ``limit`` mistakes, most mistakes first.
 
     Args:
         distance: Mahalanobis distance of each point to each ellipsoid.
-        given: The labels that the points were given (N,), None where there was none.
-        truth: Their true labels (N,).
-        limit: Mistakes to tolerate.
+        given: The predicted labels (N,), None for points without a prediction.
+        truth: The true labels (N,).
+        limit: Number of mistakes to tolerate.
     """
     member = distance <= 1.0 + SURFACE_TOLERANCE
     nearest = np.where(member.any(axis=1), -1, distance.argmin(axis=1))
@@ -244,15 +256,15 @@ def mistaken_regions(
 
 
 def _as_objects(labels: Any, name: str, rows: int) -> Array:
-    """Labels as Python values: arrays of strings would cut longer ones to their own width."""
+    """Labels as an array of Python objects: an array of strings would truncate longer labels to its width."""
     values = np.array(label_array(labels, name).tolist(), dtype=object)
     if len(values) != rows:
-        raise ValueError(f"X has {rows} rows and {name} has {len(values)} labels; one label per row is needed.")
+        raise ValueError(f"X has {rows} rows and {name} has {len(values)} labels; give one label per row.")
     return values
 
 
 def _majority(partition: Partition, patterns: Bool[Array, "R K"]) -> Array:
-    """The class with the most training points in each region, None where there are none."""
+    """The class with the most training points in each region, None in a region without training points."""
     labels = np.empty(len(patterns), dtype=object)
     cells = {cell.tobytes(): counts for cell, counts in zip(partition.cells, partition.counts, strict=True)}
     names = partition.classes.tolist()
@@ -264,6 +276,7 @@ def _majority(partition: Partition, patterns: Bool[Array, "R K"]) -> Array:
 
 
 def _by_iteration(partition: Partition, label: Any) -> dict[int, int]:
+    """Number of ellipsoids of a class in each iteration, without isolated points."""
     found: dict[int, int] = {}
     for e in partition.ellipsoids:
         if e.label == label and e.kind != "isolated":
@@ -272,7 +285,7 @@ def _by_iteration(partition: Partition, label: Any) -> dict[int, int]:
 
 
 def _ratio(joint: Float[Array, "n D"], whole: Ellipsoid, solver: str) -> float:
-    """Volume of the ellipsoid of the joint points relative to the whole; no volume where they do not span."""
+    """Volume of the ellipsoid of the joint points relative to the whole; 0 if there are too few points to span it."""
     if len(joint) <= joint.shape[1]:
         return 0.0
     overlap = minimum_volume_ellipsoid(joint, solver=solver, floor=_THICKNESS)

@@ -1,4 +1,4 @@
-"""The partition as a value: ellipsoids, hyperplanes, cells and counts, and how they were made."""
+"""The records :class:`Partition` and :class:`PartitionEllipsoid`: results, tables, equality, saving and loading."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 if TYPE_CHECKING:
     import pandas as pd
 
-# Rows of ellipsoids that print; the rest is counted.
+# Largest number of ellipsoids in a printed table. The last line gives the number of the others.
 _PRINTED = 24
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionEllipsoid(Ellipsoid):
-    """An ellipsoid of the partition.
+    """An ellipsoid of a partition, with its class, its origin in the algorithm and its class counts.
 
-    ``label`` is its class, ``iteration`` the round that found it, ``kind`` how; ``support`` are the rows of the
-    training set on its surface, ``covered`` the number of points it was made to cover, ``counts`` (C,) the training
-    points of each class inside, ``purity`` the share of its own class among them, and ``gap`` the certificate of
-    its volume (0 for isolated points).
+    Attributes:
+        label: Its class.
+        kind: How Algorithm 1 came to fit it.
+        iteration: The iteration of Algorithm 1 that fitted it.
+        support: Rows of the training set on its surface.
+        covered: Number of points that it was fitted to.
+        counts: Training points of each class inside (C,).
+        purity: Share of its own class among the training points inside.
+        gap: Relative gap that certifies its volume (0 for isolated points).
     """
 
     label: Any
@@ -44,9 +49,10 @@ class PartitionEllipsoid(Ellipsoid):
 
 
 class PartitionHyperplane(NamedTuple):
-    r"""The hyperplanes of one iteration.
+    r"""The pair of hyperplanes of one iteration.
 
-    Points of ``label`` were taken beyond :math:`w^\top z = \alpha`, points of the rest before :math:`w^\top z = \beta`.
+    The iteration selected points of ``label`` with :math:`w^\top z \ge \alpha` and points of the other classes with
+    :math:`w^\top z \le \beta`.
     """
 
     label: Any
@@ -58,18 +64,19 @@ class PartitionHyperplane(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
-    r"""What :func:`~sepc_torch.partition` finds. It holds no training point.
+    r"""The result of :func:`~sepc_torch.partition`. It holds no training point.
 
     Attributes:
         ellipsoids: K ellipsoids in the caller's coordinates, by class and iteration; isolated points are balls.
         hyperplanes: The pair of hyperplanes of every iteration.
         classes: The labels (C,).
-        class_counts: Training points of each class (C,).
-        scale: The unit of each feature (D,) in which Euclidean distance is measured.
-        ledger: Cells, counts and reach; see :class:`~sepc_torch.partitioning.cells.Ledger`.
-        feature_names: Column names, where the points came with them.
+        class_counts: Number of training points of each class (C,).
+        scale: The unit of each feature (D,) for Euclidean distances.
+        ledger: Cells, counts and sorted distances; see :class:`~sepc_torch.partitioning.cells.Ledger`.
+        feature_names: Column names, if the points came in a DataFrame.
         made: Parameters, solver and versions.
-        seconds: Time spent, by step. Not part of equality nor of the file, so that equal input gives equal bytes.
+        seconds: Seconds spent in each step. They take no part in equality and are not saved, so that equal input gives
+            equal files.
     """
 
     ellipsoids: tuple[PartitionEllipsoid, ...]
@@ -84,12 +91,12 @@ class Partition:
 
     @property
     def cells(self) -> Bool[Array, "P K"]:
-        """Distinct patterns of membership among the training points."""
+        """Distinct membership patterns of the training points."""
         return self.ledger.cells
 
     @property
     def counts(self) -> Int[Array, "P C"]:
-        """Training points of each class in each cell."""
+        """Number of training points of each class in each cell."""
         return self.ledger.counts
 
     @property
@@ -167,12 +174,12 @@ class Partition:
     __hash__ = None  # type: ignore[assignment]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the partition to a safetensors file, atomically and byte for byte reproducibly."""
+        """Write the partition to a safetensors file, atomically; equal partitions give equal bytes."""
         files.write(path, "partition", self._arrays(), self._metadata())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Partition:
-        """Read a partition that :meth:`save` wrote."""
+        """Read a partition from a file written by :meth:`save`."""
         arrays, metadata = files.read(path, "partition")
         classes = np.array(metadata["classes"])
         ends = np.cumsum(arrays["support_size"])

@@ -1,7 +1,8 @@
-r"""The affine hull of a point set, in coordinates in which the points have unit covariance.
+r"""Affine hull of a point set in whitened coordinates, the preprocessing step of program (2).
 
-The minimum-volume ellipsoid is affinely equivariant, so solving in these coordinates is exact; features of very
-different scale, large offsets, and constant or dependent features disappear here.
+In these coordinates the points have mean zero and unit covariance. The minimum-volume ellipsoid is affinely
+equivariant, so a solution in these coordinates is exact. They remove differences in the scale of the features, large
+offsets, and constant or dependent features. :func:`cover` transforms an ellipsoid back to the caller's coordinates.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from sepc_torch.shapes import Array, Float
 
 T = TypeVar("T")
 
-# A direction counts as absent when its standard deviation, after scaling each feature to half range 1, is below this
-# share of the largest: membership at relative thickness t carries an error of 1e-16 / t.
+# The set is flat in a direction if the standard deviation there, after scaling each feature to half range 1, is below
+# this share of the largest. The distance to an ellipsoid of relative thickness t has a rounding error of 1e-16 / t.
 RANK_TOLERANCE = 1e-8
-# A feature whose half range is below this many roundings of its magnitude holds nothing but rounding noise.
+# A feature is constant if its half range is below this share of its magnitude: rounding error.
 _CONSTANT = 64 * np.finfo(np.float64).eps
+# Thickness of a flat set if no floor is given, as a share of its largest half range.
+DEFAULT_THICKNESS = 1e-6
+# The thickness is at least this many times the distance by which rounding moved points off the hull. Then the
+# displacement changes the distance to the ellipsoid by less than 1e-6.
+_ROUNDING_MARGIN = 1e3
 
 
 class AffineHull(NamedTuple):
-    r"""The points :math:`z_i = o + \ldots` seen from inside their affine hull.
+    r"""Whitened coordinates :math:`y_i = T (z_i - o)` of points in their affine hull of dimension r.
 
-    ``coordinates`` (r, N) are :math:`y_i = T (z_i - o)` with mean zero and unit covariance, stored feature by
-    feature (long contiguous rows); ``origin`` is :math:`o` (D,), ``transform`` is :math:`T` (r, D), and the columns
-    of ``normals`` (D, D - r) are an orthonormal basis of the directions in which the points do not extend.
+    ``coordinates`` (r, N) holds the :math:`y_i` as columns, with mean zero and unit covariance; rows are contiguous.
+    ``origin`` is :math:`o` (D,) and ``transform`` is :math:`T` (r, D). The columns of ``normals`` (D, D - r) are an
+    orthonormal basis of the directions across the hull, in which the points have no extent.
     """
 
     origin: Float[Array, "D"]
@@ -43,17 +49,20 @@ class AffineHull(NamedTuple):
         return len(self.transform)
 
     def in_callers_coordinates(self, factor: Float[Array, "Q R"]) -> Float[Array, "Q D"]:
-        """A linear form of the hull's coordinates as one of the caller's that does not see what is across the hull."""
+        """Rewrite linear forms of the hull's coordinates as forms of the caller's that vanish across the hull."""
         rows = factor @ self.transform
         return rows - (rows @ self.normals) @ self.normals.T if self.normals.shape[1] else rows
 
 
 def affine_hull(points: Float[Array, "N D"], tolerance: float = RANK_TOLERANCE) -> AffineHull:
-    r"""Centre, scale, rotate and whiten the points, dropping the directions in which they do not extend.
+    r"""Compute the affine hull: centre, scale, rotate and whiten the points, and drop the flat directions.
 
-    Two Gram passes: the eigenvectors of the first rotate, the standard deviations are then measured again along
-    them (accurate where the eigenvalue is noise), and a Cholesky factor of the second, on rows of unit variance,
-    finishes. This has the accuracy of a singular value decomposition at the cost of matrix products.
+    Two Gram matrices give the accuracy of a singular value decomposition at the cost of matrix products. The
+    eigenvectors of the first Gram matrix rotate the points. The standard deviations are computed again along these
+    directions, because small eigenvalues are inaccurate. After scaling to unit variance, a Cholesky factor of the
+    second Gram matrix completes the whitening.
+
+    Raises LinAlgError if the points are numerically flat although no deviation is below ``tolerance``.
 
     >>> import numpy as np
     >>> square = np.array([[0.0, 0.0, 7.0], [1.0, 0.0, 7.0], [0.0, 1.0, 7.0], [1.0, 1.0, 7.0]])
@@ -84,7 +93,7 @@ def affine_hull(points: Float[Array, "N D"], tolerance: float = RANK_TOLERANCE) 
         y /= deviation[present][:, None]
         lower, failed = dpotrf(y @ y.T / count, lower=1, clean=1)
         if failed:
-            raise np.linalg.LinAlgError("the points are numerically flat beyond the rank tolerance")
+            raise np.linalg.LinAlgError("the points are numerically flat although they pass the rank tolerance")
         inverse, _ = dtrtri(lower, lower=1)
         y = inverse @ y
         transform = inverse @ transform
@@ -93,11 +102,11 @@ def affine_hull(points: Float[Array, "N D"], tolerance: float = RANK_TOLERANCE) 
     return AffineHull(origin, transform, y, _complement(scale[:, None] * rotation[:, present], dim))
 
 
-def in_flattening_hull(points: Float[Array, "N D"], solve: Callable[[AffineHull], T]) -> T:
+def solve_in_hull(points: Float[Array, "N D"], solve: Callable[[AffineHull], T]) -> T:
     """The result of ``solve`` in the affine hull of the points.
 
-    Where their factorisations fail, a set that passes for full rank is numerically flat; then directions ever less
-    thin count as absent.
+    If a factorisation fails, the set is numerically flatter than its rank. The function then retries with a larger rank
+    tolerance, which removes more directions.
     """
     tolerance = RANK_TOLERANCE
     while True:
@@ -110,7 +119,7 @@ def in_flattening_hull(points: Float[Array, "N D"], solve: Callable[[AffineHull]
 
 
 def _complement(directions: Float[Array, "D R"], dim: int) -> Float[Array, "D Q"]:
-    """Orthonormal basis of what is orthogonal, in the caller's metric, to the given independent directions."""
+    """Orthonormal basis of the orthogonal complement, in the caller's metric, of independent directions."""
     rank = directions.shape[1]
     if rank in (0, dim):
         return np.eye(dim)[:, rank:]
@@ -118,14 +127,8 @@ def _complement(directions: Float[Array, "D R"], dim: int) -> Float[Array, "D Q"
     return np.linalg.svd(unit, full_matrices=True)[0][:, rank:]
 
 
-# Flat sets need some thickness even when none is asked for: this share of the largest half range.
-DEFAULT_THICKNESS = 1e-6
-# What counts as flat may still be rounded off its hull; this many times thicker, it changes distances by under 1e-6.
-_ROUNDING_MARGIN = 1e3
-
-
 class Cover(NamedTuple):
-    """A whitener that covers every point, the stretch that took, and the thickness across the hull (0: full rank)."""
+    """Whitener of a covering ellipsoid, the factor it was stretched by, and its thickness (0 at full rank)."""
 
     whitener: Float[Array, "D D"]
     stretch: float
@@ -139,11 +142,12 @@ def cover(
     factor: Float[Array, "R R"],
     floor: float = 0.0,
 ) -> Cover:
-    r"""Take an ellipsoid :math:`\|F (y - y_c)\| \le 1` of the hull to the caller's coordinates and make it cover.
+    r"""Stretch an ellipsoid :math:`\|F (y - y_c)\| \le 1` of the hull to cover all points, in the caller's coordinates.
 
-    Across the hull the semi-axis is ``floor``: among all covering ellipsoids with semi-axes of at least the floor
-    this one has the least volume, if its axes inside the hull are the least possible and not shorter than the floor
-    (Fischer's inequality). With ``floor=0`` a flat set gets :data:`DEFAULT_THICKNESS` of its largest half range.
+    The semi-axes across the hull equal ``floor``. If the ellipsoid has minimum volume within the hull and no semi-axis
+    there is shorter than the floor, the result has minimum volume among all covering ellipsoids with semi-axes of at
+    least the floor (Fischer's inequality). With ``floor=0`` a flat set gets the thickness :data:`DEFAULT_THICKNESS`
+    times its largest half range.
     """
     inside = hull.in_callers_coordinates(factor)
     offsets = points - center
@@ -159,7 +163,7 @@ def cover(
 
 
 def thickness(offsets: Float[Array, "N D"], hull: AffineHull, floor: float) -> float:
-    """The semi-axis across the hull: the floor, unless there is none or rounding is thicker; 0 at full rank."""
+    """The semi-axis across the hull: the floor or its default, enlarged if rounding requires it; 0 at full rank."""
     if not hull.normals.shape[1]:
         return 0.0
     across = float(np.abs(offsets @ hull.normals).max())
@@ -168,9 +172,9 @@ def thickness(offsets: Float[Array, "N D"], hull: AffineHull, floor: float) -> f
 
 
 def stretched(whitener: Float[Array, "D D"], offsets: Float[Array, "N D"]) -> Float[Array, "D D"]:
-    """The whitener, scaled until no offset lies outside, in the arithmetic of ``Ellipsoid.distance``."""
+    """Scale the whitener until the ellipsoid covers all offsets from its centre, as ``Ellipsoid.distance`` rounds."""
     margin, center = 1e-15, np.zeros(offsets.shape[1])
     while (farthest := float(whitened_norms(offsets, center, whitener).max())) > 1.0:
         whitener = whitener / (farthest * (1.0 + margin))
-        margin *= 4.0  # scaling rounds too, the more the thinner the set
+        margin *= 4.0  # the scaling itself rounds, the more the thinner the ellipsoid
     return whitener

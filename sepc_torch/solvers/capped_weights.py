@@ -1,13 +1,13 @@
-r"""The combination of points nearest to the origin, with weights between 0 and a cap, by an interior point.
+r"""Min-norm point with capped weights, the subproblem of program (4), by an interior-point method with crossover.
 
-Minimise :math:`\tfrac12 \|w\|^2`, :math:`w = b + \sum_i z_i p_i`, over :math:`0 \le z_i \le D` with prescribed sums of
-the weights in each group of points. The optimality conditions
+Minimise :math:`\tfrac12 \|w\|^2`, :math:`w = b + \sum_i z_i p_i`, over weights :math:`0 \le z_i \le D` whose sum in
+each group of points is prescribed. Mehrotra's predictor-corrector follows the optimality conditions
 
 .. math:: p_i^\top w - \lambda_{g(i)} = s_i - t_i, \qquad z_i s_i = 0, \qquad (D - z_i)\, t_i = 0, \qquad s, t \ge 0
 
-are followed from :math:`z_i s_i = (D - z_i) t_i = \mu` to :math:`\mu = 0` by Mehrotra's predictor-corrector. A
-Newton step costs one factorisation in the dimension of the points, however many there are. At the end the weights
-that lie at a bound are put there, and the others solve their least-squares problem exactly.
+along the central path :math:`z_i s_i = (D - z_i) t_i = \mu` to :math:`\mu = 0`. A Newton step costs one factorisation
+in the dimension of the points, whatever their number. The crossover then sets the weights near a bound to the bound and
+solves the least-squares problem of the other weights exactly.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from scipy.linalg.lapack import dgelsy, dpotrf, dpotrs
 
 from sepc_torch.shapes import Array, Bool, Float
 
+# Limit on the predictor-corrector steps; a safeguard.
 _MAX_STEPS = 40
+# Consecutive steps without a smaller gap after which the method stops.
 _PATIENCE = 3
-# Share of the way to the boundary that a step may go.
+# Largest share of the way to the boundary that a step takes.
 _FRACTION = 0.995
-# A weight closer to its bound than this share of the cap is at it; if that leads astray, closer than the second.
+# The crossover sets a weight to its bound if it is closer than this share of the cap. The second value is tried if the
+# first fails.
 _AT_BOUND = (1e-5, 1e-9)
-# How often free weights that leave the box are put at the bound they crossed.
+# Limit on the rounds of the crossover, in each of which free weights that leave the box move to the bound they crossed.
 _CORRECTIONS = 8
-# Tells noise from rank in the last least-squares problem.
+# Singular values of the final least-squares problem below this share of the largest are noise.
 _RANK = 1e-13
 
 
@@ -39,21 +42,22 @@ def nearest_combination(
     cap: float,
     tolerance: float,
 ) -> Float[Array, "m"] | None:
-    """Weights that are feasible and optimal to rounding, or None where ties leave open which of them are at a bound.
+    """Weights that are feasible, and optimal up to rounding; None if ties prevent the crossover.
 
-    A duality gap alone would not do: its square root bounds the error of the combination.
+    The duality gap of the interior-point method is not enough: only its square root bounds the error of the
+    combination. The crossover removes this error, but ties can leave open which weights are at a bound.
 
     Args:
-        points: The points, of both signs if differences of sets are meant.
-        base: What the sum begins with.
-        groups: Which group each point belongs to, one column for each group.
-        sums: The sum of the weights in each group, more than 0 and less than the cap times its size.
-        cap: The largest weight.
-        tolerance: Duality gap at which the interior point stops, in squared units of the points.
+        points: The points :math:`p_i`. For the difference of two sets, the points of the second set are negated.
+        base: The constant term :math:`b`.
+        groups: Membership of the points in the groups, one column per group.
+        sums: The sum of the weights in each group, above 0 and below the cap times the size of the group.
+        cap: The largest weight :math:`D`.
+        tolerance: Duality gap at which the interior-point method stops, in squared units of the points.
     """
     member = groups.astype(np.float64)
     z = _interior_point(points, base, member, sums, cap, tolerance)
-    attempts = (_at_bounds(points, base, member, z, cap, share * cap) for share in _AT_BOUND)
+    attempts = (_crossover(points, base, member, z, cap, share * cap) for share in _AT_BOUND)
     return next((solved for solved in attempts if solved is not None), None)
 
 
@@ -71,14 +75,14 @@ def _interior_point(
     reduced = value - member @ multiplier
     typical = max(float(np.abs(reduced).mean()), np.finfo(np.float64).tiny)
     s, t = np.maximum(reduced, 0.0) + typical, np.maximum(-reduced, 0.0) + typical
-    room = cap - z  # carried along: as a difference it would round to 0 close to the cap
+    room = cap - z  # updated along with z: computed as a difference it would round to 0 near the cap
     best, best_gap, worse = z, np.inf, 0
     for _ in range(_MAX_STEPS):
         gap = float(z @ s + room @ t)
         if gap < best_gap:
             best, best_gap, worse = z, gap, 0
         else:
-            worse += 1  # once is the way to dual feasibility, over and over is rounding
+            worse += 1  # a single increase can lead to dual feasibility; repeated increases are rounding
         if gap <= tolerance or worse > _PATIENCE:
             break
         mu = gap / (2 * len(z))
@@ -129,14 +133,14 @@ def _newton(
 
 
 def _step(x: Float[Array, "m"], dx: Float[Array, "m"], room: Float[Array, "m"] | None, fraction: float) -> float:
-    """The longest step of at most 1 that goes at most the given fraction of the way to 0, or to 0 room above."""
+    """Step length along dx: the given fraction of the way to x = 0 or to the upper bound (``room``), at most 1."""
     steepest = float((-dx / x).max())
     if room is not None:
         steepest = max(steepest, float((dx / room).max()))
     return min(1.0, fraction / steepest) if steepest > 0 else 1.0
 
 
-def _at_bounds(
+def _crossover(
     points: Float[Array, "m D"],
     base: Float[Array, "D"],
     member: Float[Array, "m G"],
@@ -144,11 +148,12 @@ def _at_bounds(
     cap: float,
     near: float,
 ) -> Float[Array, "m"] | None:
-    """Weights clearly at a bound go there, the free ones solve their problem; those that leave the box go to its side.
+    """Crossover: set weights within ``near`` of a bound to the bound and solve for the free weights.
 
-    For weights of sum 0 within each group, differences from the group's mean give the same combination, and the
-    least-squares solution of least norm in these differences has such sums by itself. Where that leads astray there is
-    no answer.
+    Free weights that leave the box move to the bound they crossed, and the remaining weights are solved again. The
+    changes of the free weights must sum to 0 in each group. They are computed from the differences of the points from
+    their group mean, which give the same combination; the minimum-norm least-squares solution in these differences has
+    zero sums automatically. Returns None if no solution within the box is found, or if it is worse than ``z``.
     """
     low, high = z < near, z > cap - near
     for _ in range(_CORRECTIONS):
@@ -157,7 +162,7 @@ def _at_bounds(
         solved = np.where(low, 0.0, np.where(high, cap, z))
         missing = (z - solved) @ member
         if float(np.abs(missing[sizes == 0]).max(initial=0.0)) > 1e-12 * cap:
-            break  # none is free to make up for what went to the bounds
+            break  # no weight of the group is free to compensate for the changes at the bounds
         solved += free * (member @ (missing / np.maximum(sizes, 1.0)))
         if free.any():
             own = points[free]

@@ -1,15 +1,15 @@
-r"""The minimum-volume ellipsoid with semi-axes of at least :math:`\tau`, for sets thinner than that in some direction.
+r"""Native solver of program (2) with an active floor: its concave dual, by the interior-point method on a working set.
 
-In units of :math:`\tau` this is program (2) with :math:`P = A^2 \preceq I`. For multipliers :math:`\lambda \ge 0`
-of the points,
-:math:`\omega = \sum_i \lambda_i`, :math:`c = \sum_i \lambda_i z_i / \omega` and the scatter
-:math:`S = \sum_i \lambda_i (z_i - c)(z_i - c)^\top` with eigenvalues :math:`s_a`, the best form is
-:math:`P = \min(1, 1/S)` in the eigenvectors of :math:`S`, and the dual is the smooth concave problem
+The floor :math:`\tau` is active if the minimum-volume ellipsoid without a floor has a semi-axis below :math:`\tau`. In
+units of :math:`\tau` the program is program (2) with :math:`P = A^2 \preceq I`. Let :math:`\lambda \ge 0` be the
+multipliers of the points, :math:`\omega = \sum_i \lambda_i`, :math:`c = \sum_i \lambda_i z_i / \omega`, and
+:math:`S = \sum_i \lambda_i (z_i - c)(z_i - c)^\top` the scatter matrix with eigenvalues :math:`s_a`. The optimal form
+is :math:`P = \min(1, 1/S)` in the eigenvectors of :math:`S`, and the dual is the differentiable concave problem
 
 .. math:: \max_{\lambda \ge 0}\ \tfrac12 \sum_a \psi(s_a) - \tfrac12 \omega, \qquad
           \psi(s) = 1 + \log s\ (s \ge 1), \quad s\ (s < 1).
 
-Its gradient is :math:`\tfrac12 (h_i - 1)` with :math:`h_i = (z_i - c)^\top P (z_i - c)`. The ellipsoid
+The gradient of the dual is :math:`\tfrac12 (h_i - 1)` with :math:`h_i = (z_i - c)^\top P (z_i - c)`. The ellipsoid
 :math:`P / \max_i h_i` covers all points, and its log-volume exceeds the minimum by at most
 :math:`\tfrac D2 \log \max_i h_i + \tfrac12 \sum_i \lambda_i (1 - h_i)`.
 """
@@ -24,52 +24,54 @@ from sepc_torch.solvers.affine_hull import stretched
 from sepc_torch.solvers.interior_point import Objective, interior_point
 from sepc_torch.solvers.newton import Solve, factored_system
 
+# Limit on the rounds, each with its own working set; a safeguard.
 _MAX_ROUNDS = 40
-# Enough to tell a covering ball from none to a thousandth of the radius; what is closer is left to the interior point.
+# Steps of the search for a covering ball. They find the radius to about a thousandth; the interior-point method decides
+# closer cases.
 _BALL_STEPS = 1000
 
 
 class FlooredLogDeterminant(Objective):
-    r"""The objective :math:`\sum_a \psi(s_a)` as a function of the multipliers; target 1."""
+    r"""The objective :math:`\sum_a \psi(s_a)` as a function of the multipliers :math:`\lambda`; its target is 1."""
 
     target = 1.0
-    kinked = True  # where an eigenvalue of the scatter passes 1
+    kinked = True  # where an eigenvalue of the scatter matrix crosses 1
 
     def __init__(self, z: Float[Array, "M D"]) -> None:
         self.z = z
 
     def move(self, u: Float[Array, "M"]) -> None:
-        """Centre, scatter, its eigenvectors, and h."""
+        """Compute the centre, the eigendecomposition of the scatter matrix, and the gradient h."""
         self.mass = float(u.sum())
         self.center = u @ self.z / self.mass
         offsets = self.z - self.center
         scatter = (offsets * u[:, None]).T @ offsets
         if not np.isfinite(scatter).all():
-            raise np.linalg.LinAlgError("the scatter overflows")
+            raise np.linalg.LinAlgError("the scatter matrix overflows")
         self.s, self.basis = np.linalg.eigh(scatter)
         self.y = offsets @ self.basis
         self.p = 1.0 / np.maximum(self.s, 1.0)
         self.g = (self.y * self.y) @ self.p
 
     def gap(self, u: Float[Array, "M"]) -> float:
-        """Excess of log-volume over the dual bound, in the units of :func:`relative_gap`."""
+        """The relative gap that corresponds to :meth:`excess`; see :func:`relative_gap`."""
         return relative_gap(self.excess(u), self.z.shape[1])
 
     def excess(self, u: Float[Array, "M"]) -> float:
-        """The bound on the log-volume above the minimum."""
+        """Upper bound on the log-volume of the covering ellipsoid above the minimum."""
         stretch = max(float(self.g.max()), 1.0)
         return 0.5 * self.z.shape[1] * float(np.log(stretch)) + 0.5 * max(float(u @ (1.0 - self.g)), 0.0)
 
     def inessential(self, u: Float[Array, "M"], gap: float) -> Bool[Array, "M"] | None:
-        """No elimination: the floor breaks the bound that the plain design has."""
+        """None: the elimination bound of the D-optimal design does not hold with a floor."""
         return None
 
     def keep(self, keep: Bool[Array, "M"]) -> None:
-        """Forget all other points."""
+        """Remove all other points."""
         self.z = self.z[keep]
 
     def newton(self, d: Float[Array, "M"], accuracy: float) -> Solve:
-        r"""The Newton system, through the divided differences of :math:`p(s) = \min(1, 1/s)`.
+        r"""Solver for the Newton system, from the divided differences of :math:`p(s) = \min(1, 1/s)`.
 
         With :math:`\Gamma_{ab} = -(p(s_a) - p(s_b)) / (s_a - s_b)` the negative Hessian is
         :math:`H_{ij} = 2 y_i^\top P y_j / \omega + \sum_{ab} \Gamma_{ab}\, y_{ia} y_{ib} y_{ja} y_{jb}`.
@@ -86,15 +88,17 @@ class FlooredLogDeterminant(Objective):
 
 
 def relative_gap(excess: float, rank: int) -> float:
-    r"""The gap whose bound :math:`\tfrac r2 \log(1 + \mathtt{gap}\,\tfrac{r+1}{r})` is the excess of log-volume."""
+    r"""The gap for which :math:`\tfrac r2 \log(1 + \mathtt{gap}\,\tfrac{r+1}{r})` equals the excess of log-volume."""
     return float(np.expm1(min(2.0 * excess / rank, 100.0))) * rank / (rank + 1)
 
 
 def _covering_ball(z: Float[Array, "N D"]) -> Float[Array, "N"] | None:
-    """Weights whose mean is the centre of a ball of radius 1 around all points, if steps to the farthest find one.
+    """Weights whose mean is the centre of a unit ball that covers all points; None if the search finds no such ball.
 
-    No ellipsoid with semi-axes of at least 1 is smaller. There all multipliers vanish, and with them what the interior
-    point steers by. The k-th step leaves the radius within about 1 / k of the smallest (Badoiu and Clarkson).
+    If a unit ball covers the points, no ellipsoid with semi-axes of at least 1 is smaller. All multipliers then vanish
+    at the optimum, where the centre c is undefined, so the interior-point method cannot find it. Each step of the
+    search moves towards the farthest point. After k steps the radius is within about 1 / k of the smallest (Badoiu and
+    Clarkson).
     """
     weights = np.full(len(z), 1.0 / len(z))
     center = weights @ z
@@ -104,7 +108,7 @@ def _covering_ball(z: Float[Array, "N D"]) -> Float[Array, "N"] | None:
         if squares[farthest] <= 1.0:
             return weights
         if squares[farthest] > 4.0:
-            return None  # the smallest ball has at least half the radius of one about any of its points
+            return None  # the centre lies in the smallest ball, whose radius is thus above 1
         share = 1.0 / (step + 2)
         weights *= 1.0 - share
         weights[farthest] += share
@@ -120,17 +124,17 @@ def floored_minimum_volume(
     weights: Float[Array, "S"],
     rank: int,
 ) -> MinimumVolumeEllipsoid:
-    """Solve program (2) with a floor that acts, from the design that is optimal without it."""
+    """Solve program (2) with an active floor, starting from the support and weights of the optimum without a floor."""
     dim = points.shape[1]
     origin = weights @ points[support]
     z = (points - origin) / floor
     ball = _covering_ball(z)
     if ball is not None:
-        carried = np.flatnonzero(ball)
+        kept = np.flatnonzero(ball)
         center = origin + floor * (ball @ z)
         whitener = stretched(np.eye(dim) / floor, points - center)
-        return MinimumVolumeEllipsoid(center, whitener, carried, ball[carried], 0.0, 0.0, rank, floor)
-    # A start at the optimum without the floor; the extremes along its thinnest directions are where the floor matters.
+        return MinimumVolumeEllipsoid(center, whitener, kept, ball[kept], 0.0, 0.0, rank, floor)
+    # The first working set: the support without a floor, and the extreme points along the axes of its ellipsoid.
     u = np.zeros(len(z))
     u[support] = dim * weights
     objective = FlooredLogDeterminant(z[support])
@@ -143,20 +147,20 @@ def floored_minimum_volume(
         start = (1.0 - slack) * u[working] + slack * u.sum() / len(working)
         inner = 0.5 * tol
         solution = interior_point(FlooredLogDeterminant(z[working]), start, inner, slack)
-        carried = solution > 1e-9 * solution.max()
-        working_support = working[carried]
+        kept = solution > 1e-9 * solution.max()
+        working_support = working[kept]
         objective = FlooredLogDeterminant(z[working_support])
-        objective.move(solution[carried])
+        objective.move(solution[kept])
         h = ((z - objective.center) @ objective.basis) ** 2 @ objective.p
         excess = 0.5 * dim * float(np.log(max(h.max(), 1.0)))
-        excess += 0.5 * max(float(solution[carried] @ (1.0 - h[working_support])), 0.0)
+        excess += 0.5 * max(float(solution[kept] @ (1.0 - h[working_support])), 0.0)
         stalled = 0 if best is None or excess < 0.9 * best[0] else stalled + 1
         if best is None or excess < best[0]:
-            best = (excess, objective, working_support, solution[carried])
+            best = (excess, objective, working_support, solution[kept])
         if relative_gap(excess, dim) <= tol or stalled >= 4:
             break
         u = np.zeros(len(z))
-        u[working_support] = solution[carried]
+        u[working_support] = solution[kept]
         violators = np.flatnonzero(h > 1.0)
         worst = violators[np.argsort(-h[violators], kind="stable")[: 2 * dim + len(working_support)]]
         slack = float(np.clip(h.max() - 1.0, 1e-9, 0.3))

@@ -1,7 +1,8 @@
-r"""Mehrotra's predictor-corrector for concave functions of the weights of points.
+r"""Mehrotra's predictor-corrector interior-point method for the dual of program (2), with and without a floor.
 
-Maximise :math:`F(u) - t \sum_i u_i` over :math:`u \ge 0`. With the gradient :math:`g = \nabla F` the optimum is
-where :math:`g_i + s_i = t`, :math:`u_i s_i = 0`, :math:`u, s \ge 0`; the method follows :math:`u_i s_i = \mu` to
+It maximises :math:`F(u) - t \sum_i u_i` over the weights :math:`u \ge 0`, where :math:`F` is concave with gradient
+:math:`g` and :math:`t` is the target of the :class:`Objective`. At the optimum :math:`g_i + s_i = t`,
+:math:`u_i s_i = 0` and :math:`u, s \ge 0`. The method follows the central path :math:`u_i s_i = \mu` to
 :math:`\mu = 0`.
 """
 
@@ -14,44 +15,46 @@ import numpy as np
 from sepc_torch.shapes import Array, Bool, Float
 from sepc_torch.solvers.newton import Solve
 
+# Limit on the predictor-corrector steps; a safeguard.
 _MAX_STEPS = 60
-# How far, relative to the target, a step across a kink may leave the slacks from what they should be.
-_TRUST = 0.3
+# Largest dual residual, relative to the target, that a step across a kink of the gradient may leave.
+_KINK_RESIDUAL = 0.3
 
 
 class Objective(ABC):
-    """A concave function of the weights, evaluated at one place at a time."""
+    """Concave function of the weights, evaluated at one point u at a time."""
 
     target: float
     g: Float[Array, "M"]
-    # Whether the gradient has kinks, beyond which a Newton step may end anywhere and has to be shortened.
+    # Whether the gradient has kinks. A Newton step across a kink is unreliable, so the method shortens it.
     kinked = False
 
     @abstractmethod
     def move(self, u: Float[Array, "M"]) -> None:
-        """Evaluate the gradient ``g`` at u; raise LinAlgError where the function is not defined."""
+        """Evaluate the gradient ``g`` at u; raise LinAlgError if the function is not defined there."""
 
     @abstractmethod
     def gap(self, u: Float[Array, "M"]) -> float:
-        """The certificate at the current place u."""
+        """The certified gap at the current point u."""
 
     @abstractmethod
     def inessential(self, u: Float[Array, "M"], gap: float) -> Bool[Array, "M"] | None:
-        """Points that are proven to carry no weight at the optimum, if that is worth acting on."""
+        """Mask of points proven to have weight 0 at the optimum; None if eliminating them does not pay."""
 
     @abstractmethod
     def keep(self, keep: Bool[Array, "M"]) -> None:
-        """Forget all other points."""
+        """Remove all other points."""
 
     @abstractmethod
     def newton(self, d: Float[Array, "M"], accuracy: float) -> Solve:
-        """Solver for (H + diag(d)) x = r, where H is the negative Hessian here."""
+        """Solver for (H + diag(d)) x = r, where H is the negative Hessian at the current point."""
 
 
 def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float, slack: float) -> Float[Array, "M"]:
-    """Weights of the best gap seen, from an interior ``u`` and slacks of at least ``slack`` times the target.
+    """Maximise the objective from the interior point ``u``; return the weights with the smallest gap.
 
-    Points proven inessential on the way get weight zero.
+    The initial slacks are at least ``slack`` times the target. The method stops at a gap of ``tolerance``, or when the
+    gap no longer decreases. Points that are eliminated on the way get weight zero.
     """
     total, target = len(u), objective.target
     alive = np.arange(total)
@@ -80,23 +83,23 @@ def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float,
         try:
             solve = objective.newton(d, accuracy)
         except np.linalg.LinAlgError:
-            break  # at the end of the path weights and slacks span all of float64's range
+            break  # near the end of the path, weights and slacks span the whole range of float64
         du = solve(g - target, None)
         ds = -s - d * du
         predicted = float((u + _step(u, du, 1.0) * du) @ (s + _step(s, ds, 1.0) * ds)) / len(u)
         correction = min(1.0, predicted / mu) ** 3 * mu - du * ds
         du = solve(g - target + correction / u, du)
         ds = (correction - s * du) / u - s
-        # Close to the solution the full step is safe and makes convergence superlinear.
+        # Close to the solution a nearly full step is safe and makes convergence superlinear.
         fraction = 0.95 if gap > 1e-2 else min(0.9999, max(0.95, 1.0 - mu * len(u) / target))
         primal, dual = _step(u, du, fraction), _step(s, ds, fraction)
-        # At the end of the path the slacks may only get better, or steps go to and fro between the sides of a kink.
-        off = max(float(np.abs(target - g - s).max()), min(_TRUST * target, mu * len(u)))
+        # Near the end of the path the dual residual must not grow, or the steps alternate between two sides of a kink.
+        allowed = max(float(np.abs(target - g - s).max()), min(_KINK_RESIDUAL * target, mu * len(u)))
         for _ in range(40):
             try:
                 objective.move(u + primal * du)
-                after = float(np.abs(target - objective.g - (s + dual * ds)).max())
-                if not objective.kinked or after <= off:
+                residual = float(np.abs(target - objective.g - (s + dual * ds)).max())
+                if not objective.kinked or residual <= allowed:
                     break
                 dual *= 0.5
             except np.linalg.LinAlgError:
@@ -112,6 +115,6 @@ def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float,
 
 
 def _step(x: Float[Array, "M"], dx: Float[Array, "M"], fraction: float) -> float:
-    """The longest step of at most 1 that goes at most the given fraction of the way to the boundary."""
+    """Step length along dx: the given fraction of the way to the boundary x = 0, at most 1."""
     steepest = float((dx / x).min())
     return min(1.0, -fraction / steepest) if steepest < 0 else 1.0

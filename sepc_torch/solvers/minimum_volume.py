@@ -1,4 +1,4 @@
-r"""The minimum-volume ellipsoid of a point set, program (2) of the paper, by the design dual in the affine hull."""
+"""Native solver of program (2), the minimum-volume ellipsoid: its D-optimal design dual, in the affine hull."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import numpy as np
 
 from sepc_torch.ellipsoid import MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Float, Int
-from sepc_torch.solvers.affine_hull import AffineHull, cover, in_flattening_hull
+from sepc_torch.solvers.affine_hull import AffineHull, cover, solve_in_hull
 from sepc_torch.solvers.d_optimal import Design, inverse_root
 from sepc_torch.solvers.floored import floored_minimum_volume
 
-# Weights below this share of the largest carry nothing; dropping them leaves the certificate, taken afterwards, valid.
+# Weights below this share of the largest weight are dropped. The certificate is computed afterwards, so it stays valid.
 _NEGLIGIBLE = 1e-9
 
 
 def minimum_volume(
     points: Float[Array, "N D"], tol: float, floor: float, start: Int[Array, "S"] | None = None
 ) -> MinimumVolumeEllipsoid:
-    """Solve program (2) natively; the arguments are checked by the caller."""
-    return in_flattening_hull(points, lambda hull: _in_hull(points, hull, tol, floor, start))
+    """Solve program (2) to the relative gap ``tol``; the caller validates the arguments.
+
+    ``start`` holds indices of points that probably support the ellipsoid.
+    """
+    return solve_in_hull(points, lambda hull: _in_hull(points, hull, tol, floor, start))
 
 
 def lifted(hull: AffineHull) -> Float[Array, "n N"]:
-    """The points of the hull with a row of ones below."""
+    """Lifted points :math:`(y_i, 1)` as columns: the coordinates in the hull with a row of ones below."""
     return np.concatenate([hull.coordinates, np.ones((1, hull.coordinates.shape[1]))])
 
 
@@ -48,15 +51,16 @@ def from_weights(
     weights: Float[Array, "S"],
     floor: float,
 ) -> MinimumVolumeEllipsoid:
-    r"""The covering ellipsoid of a design, and its certificate measured on the caller's own coordinates.
+    r"""Covering ellipsoid of a design, with a certificate computed in the caller's coordinates.
 
-    With :math:`\Sigma = \sum_i u_i (y_i - c)(y_i - c)^\top` the points lie in
-    :math:`\{(y - c)^\top \Sigma^{-1} (y - c) \le k^2\}`, and :math:`1 + k^2 = (r + 1)(1 + \mathtt{gap})`.
+    Let :math:`\Sigma = \sum_i u_i (y_i - c)(y_i - c)^\top`. The least :math:`k` for which all points lie in
+    :math:`\{(y - c)^\top \Sigma^{-1} (y - c) \le k^2\}` gives the gap by
+    :math:`1 + k^2 = (r + 1)(1 + \mathtt{gap})`.
     """
-    carried = weights > _NEGLIGIBLE * weights.max()
-    order = np.argsort(support[carried], kind="stable")
-    support = support[carried][order]
-    weights = weights[carried][order] / weights[carried].sum()
+    kept = weights > _NEGLIGIBLE * weights.max()
+    order = np.argsort(support[kept], kind="stable")
+    support = support[kept][order]
+    weights = weights[kept][order] / weights[kept].sum()
     center = hull.origin + weights @ (points[support] - hull.origin)
     y = hull.coordinates[:, support].T
     root = inverse_root(y - weights @ y, weights) if hull.rank else np.zeros((0, 0))

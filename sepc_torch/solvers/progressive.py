@@ -1,9 +1,9 @@
-r"""The minimum-volume ellipsoid of a set, computed only as far as the questions asked of it need.
+r"""Lazily refined minimum-volume ellipsoid (program (2)): solved only as accurately as each query requires.
 
-The partition mostly asks yes-or-no questions: do more than so many points of another class lie inside, do two
-ellipsoids meet? A coarse design with its enclosure :math:`E_- \subseteq E_\star \subseteq E_+`
-(:mod:`sepc_torch.solvers.d_optimal`) answers nearly all of them; what it leaves open is refined, and the answer is
-always that of the exact ellipsoid.
+The partition algorithm asks two yes-or-no queries: whether an ellipsoid contains more than a given number of points of
+another class, and whether two ellipsoids intersect. A coarse design with its enclosure
+:math:`E_- \subseteq E_\star \subseteq E_+` (:mod:`sepc_torch.solvers.d_optimal`) answers most queries. If it does not
+decide a query, the design is refined. Every answer is that of the exact ellipsoid :math:`E_\star`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from sepc_torch.solvers.affine_hull import AffineHull, affine_hull, thickness
 from sepc_torch.solvers.d_optimal import Bounds, Design, inverse_root
 from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volume
 
-# Gaps at which open questions are looked at again; after the last the exact ellipsoid costs hardly more.
+# Gaps at which an undecided query is tried again. After the last stage the exact ellipsoid costs hardly more.
 _STAGES = (0.3, 0.05, 5e-3, 2e-4)
-# A design that begins with less than this gap may already answer.
-_WORTH_A_LOOK = 2.0
+# A design whose first gap is at most this large is tried before any refinement.
+_FIRST_GAP = 2.0
 
 
 class ProgressiveEllipsoid:
-    """The ellipsoid of ``points`` with semi-axes of at least ``floor``, exact to ``tol`` once that matters."""
+    """Minimum-volume ellipsoid of ``points`` with semi-axes of at least ``floor``, refined to ``tol`` on demand.
+
+    ``start`` holds indices of points that probably support the ellipsoid. If the enclosure cannot be used (the floor is
+    active, the points coincide, or a factorisation fails), the exact ellipsoid is computed at once.
+    """
 
     def __init__(
         self,
@@ -43,14 +47,14 @@ class ProgressiveEllipsoid:
             decidable = self._hull.rank > 0 and thickness(points - self._hull.origin, self._hull, floor) in (0.0, floor)
             if decidable:
                 self._design = Design(lifted(self._hull), start)
-                decidable = self._thick_enough()
+                decidable = self._floor_is_inactive()
         except np.linalg.LinAlgError:
             decidable = False
         if not decidable:
             self._exact = minimum_volume(points, tol, floor, start)
 
     def subset(self, rows: Int[Array, "n"]) -> ProgressiveEllipsoid:
-        """The ellipsoid of some of the points, which begins with what is known of this one."""
+        """The ellipsoid of some of the points, started from the design of this ellipsoid where possible."""
         points = self.points[rows]
         if self._exact is None and not self._hull.normals.shape[1] and len(rows) > self._hull.rank:
             part = ProgressiveEllipsoid.__new__(ProgressiveEllipsoid)
@@ -58,16 +62,16 @@ class ProgressiveEllipsoid:
             part._exact, part._hull, part._inherited = None, self._hull, True
             try:
                 part._design = self._design.subset(rows)
-                if part._thick_enough():
+                if part._floor_is_inactive():
                     return part
             except np.linalg.LinAlgError:
-                pass  # too few of the points that carried weight are left
+                pass  # the remaining support points do not span the space
         return ProgressiveEllipsoid(points, self.tol, self.floor)
 
     def exact(self) -> MinimumVolumeEllipsoid:
-        """The certified ellipsoid."""
+        """The ellipsoid with a certified gap of ``tol``."""
         if self._exact is None and self._inherited:
-            # In coordinates of its own the result does not depend on how one got here.
+            # Solve in the whitened coordinates of these points: the result must not depend on the parent set.
             self._exact = minimum_volume(self.points, self.tol, self.floor, self._design.support)
         elif self._exact is None:
             self._design.refine(self.tol)
@@ -75,12 +79,12 @@ class ProgressiveEllipsoid:
         return self._exact
 
     def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
-        """Whether more than ``limit`` of the other points lie inside (the surface included)."""
+        """Whether more than ``limit`` of the other points lie inside or on the surface."""
         for view in self._views():
             if len(others) <= limit:
                 return False
             inside, outside = view.sides(others)
-            # Only the undecided points are looked at again, against what is left of the limit.
+            # The next stage tests only the undecided points, against the rest of the limit.
             limit -= int(np.count_nonzero(inside))
             if limit < 0:
                 return True
@@ -98,15 +102,15 @@ class ProgressiveEllipsoid:
                 return False
         return self.exact().intersects(other.exact())
 
-    def _thick_enough(self) -> bool:
-        """Whether what the enclosure says of the plain ellipsoid holds for the floored one: the floor does not act."""
+    def _floor_is_inactive(self) -> bool:
+        """Whether the floor is inactive, so that the enclosure of the ellipsoid without a floor is valid."""
         return any(view.thinnest() >= self.floor for view in self._views())
 
     def _views(self) -> Iterator[_View]:
-        """What is known, more precise each time, until the exact ellipsoid is the better answer."""
+        """Successively tighter enclosures; none once the exact ellipsoid is known."""
         if self._exact is not None:
             return
-        if self._design.gap <= _WORTH_A_LOOK:
+        if self._design.gap <= _FIRST_GAP:
             yield self._view()
         for stage in _STAGES:
             if self._design.gap > stage:
@@ -122,7 +126,11 @@ class ProgressiveEllipsoid:
 
 
 class _View(NamedTuple):
-    r"""One stage: :math:`g(z) = 1 + \|F (z - c)\|^2` with :math:`g / \lambda_+ \le g_\star \le g / \lambda_-`."""
+    r"""Enclosure of the exact ellipsoid at one stage of refinement.
+
+    With :math:`g(z) = 1 + \|F (z - c)\|^2` the exact value satisfies
+    :math:`g / \lambda_+ \le g_\star \le g / \lambda_-`.
+    """
 
     hull: AffineHull
     center: Float[Array, "D"]
@@ -131,23 +139,23 @@ class _View(NamedTuple):
     thickness: float
 
     def sides(self, z: Float[Array, "M D"]) -> tuple[Bool[Array, "M"], Bool[Array, "M"]]:
-        """Which points are surely inside and which surely outside."""
+        """Masks of the points that are certainly inside and certainly outside the exact ellipsoid."""
         g = 1.0 + whitened_norms(z, self.center, self.factor) ** 2
         across = np.zeros(1)
         if self.hull.normals.shape[1]:
             across = whitened_norms(z, self.center, self.hull.normals.T / self.thickness) ** 2
-        # Inside the hull the squared distance to the exact ellipsoid is (g* - 1) / r.
+        # Within the hull the squared distance to the exact ellipsoid is (g* - 1) / r.
         farthest = (g / self.bounds.inner - 1.0) / self.hull.rank + across
         nearest = (g / self.bounds.outer - 1.0) / self.hull.rank + across
         return farthest <= 1.0, nearest > (1.0 + 2.0 * SURFACE_TOLERANCE) ** 2
 
     def thinnest(self) -> float:
-        """A lower bound on the semi-axes inside the hull."""
+        """A lower bound on the semi-axes within the hull."""
         level = self._level(self.bounds.inner)
         return float(np.sqrt(level) / np.linalg.norm(self.factor, 2)) if level > 0 else 0.0
 
     def ellipsoid(self, outer: bool) -> Ellipsoid | None:
-        """An ellipsoid around the exact one, or one inside it if the enclosure is tight enough to have one."""
+        """The outer or inner ellipsoid of the enclosure; None if the enclosure is too coarse for an inner ellipsoid."""
         level = self._level(self.bounds.outer if outer else self.bounds.inner)
         if level <= 0:
             return None
@@ -158,4 +166,5 @@ class _View(NamedTuple):
         return Ellipsoid(self.center, rows)
 
     def _level(self, bound: float) -> float:
+        """The level of ||F (z - c)||^2 at the surface g = (r + 1) * bound."""
         return (self.hull.rank + 1) * bound - 1.0

@@ -1,4 +1,7 @@
-"""Active learning without a framework: who is labelled, which samples to ask about next, and how a person answers."""
+"""Active learning on top of a trust head: flagging, a label pool, query selection and annotation files.
+
+Nothing here needs a training framework. The Lightning callback is in :mod:`sepc_torch.training.lightning`.
+"""
 
 from sepc_torch.training.annotation_files import read_answers, write_questions
 from sepc_torch.training.flagging import confirmed_disjuncts

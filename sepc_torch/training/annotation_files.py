@@ -1,7 +1,7 @@
-"""Questions to people and their answers, as files: CSV, JSON lines, and the JSON of Label Studio.
+"""Annotation files: write samples for annotators and read their labels, as CSV, JSON lines or Label Studio JSON.
 
-A question file has a row for each sample: its id, what the model says, whatever context helps, and an empty column
-``answer``. Filled in, in part or in whole, it is read back with :func:`read_answers`.
+A question file has one row per sample: the id, the model's predictions, optional context, and an empty column
+``answer``. Annotators fill in some or all answers, and :func:`read_answers` reads them back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from sepc_torch.data import files
 from sepc_torch.training.trust_table import TrustTable, write_records
 
+# Whole numbers, also in the form 3.0. No exponents: a spreadsheet that shows 1.2E+05 has rounded the number.
 _WHOLE = re.compile(r"[0-9]+(\.0*)?")
 
 
@@ -32,43 +33,43 @@ def write_questions(
     context: Callable[[Any], Mapping[str, Any]] | None = None,
     classes: Sequence[Any] | None = None,
 ) -> None:
-    """Write one question per row of a table: ``monitor.scores["pool"].find(ids)``, for instance.
+    """Write a question file with one row per row of a table, for instance of ``monitor.scores["pool"].find(ids)``.
 
     Args:
-        path: ``.csv``, ``.jsonl``, or ``.json`` for tasks that Label Studio imports. The file is written whole or not
-            at all; an existing one is not overwritten, since it may hold answers.
-        table: The samples, and what the model says of them.
-        context: From an id to what a person needs to see, such as the address of a picture. The names of the table's
-            own columns, ``id`` and ``answer`` are taken.
-        classes: Names of the classes by label 0, 1 and so on, as for :func:`read_answers`: the model's label is then
-            written by name. Label Studio shows it as an answer to confirm if a choice has that name.
+        path: ``.csv``, ``.jsonl``, or ``.json`` for tasks that Label Studio imports. The file is written atomically. An
+            existing file is not overwritten, because it may hold answers.
+        table: The samples with the model's predictions.
+        context: From an id to a dictionary of values to show the annotator, such as the address of a picture. Its keys
+            must differ from the table's columns, ``id`` and ``answer``.
+        classes: Class names for the labels 0, 1 and so on, as for :func:`read_answers`; the model's label is then
+            written by name. Label Studio shows it as a preselected choice if a choice has this name.
     """
     path = Path(path)
     if path.exists():
-        raise FileExistsError(f"{path} exists and may hold answers. Read it (read_answers), then move it away.")
+        raise FileExistsError(f"{path} exists and may hold answers. Read it with read_answers, then move it away.")
     kind = _kind(path)
     records = [{**row, **_context(context, row)} for row in table.rows()]
     if classes is not None and "label" in table.columns:
-        records = [{**record, "label": _named(record["label"], classes)} for record in records]
+        records = [{**record, "label": _class_name(record["label"], classes)} for record in records]
     if kind == "csv":
         names = list(dict.fromkeys(["id", *table.columns, *(name for record in records for name in record)]))
         write_records(path, [{**record, "answer": ""} for record in records], [*names, "answer"])
         return
     if kind == "jsonl":
-        lines = [{**_plain(record), "answer": None} for record in records]
+        lines = [{**_to_json(record), "answer": None} for record in records]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     else:
-        text = json.dumps([_task(_plain(record)) for record in records], indent=1, allow_nan=False) + "\n"
+        text = json.dumps([_task(_to_json(record)) for record in records], indent=1, allow_nan=False) + "\n"
     with files.replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = None) -> dict[int, int]:
-    r"""The answers of a file by id; questions without one are left out.
+    r"""Read the answers of a file as a dictionary from id to label; unanswered questions are left out.
 
     Args:
-        path: A filled-in question file, or the JSON that Label Studio exports.
-        classes: Names of the classes by label 0, 1 and so on, where people answer with names instead of numbers.
+        path: A question file with answers, or the JSON export of Label Studio.
+        classes: Class names for the labels 0, 1 and so on, if annotators answer with names instead of numbers.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "questions.csv"
@@ -79,15 +80,15 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
     path = Path(path)
     kind = _kind(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error}). Save it as UTF-8, in Excel as 'CSV UTF-8'.") from error
     try:
         if kind == "csv":
-            # Not splitlines(), here and below: it also splits at characters that belong to the text, such as U+2028.
+            # splitlines() would also split at characters inside the text, such as U+2028.
             reader = csv.DictReader(io.StringIO(text, newline=""))
             if reader.fieldnames is None:
-                raise ValueError(f"{path} is empty; expected a header with id and answer, as write_questions wrote it.")
+                raise ValueError(f"{path} is empty; expected a header with id and answer, as in write_questions.")
             _check_fields(reader.fieldnames, path)
             pairs = [_pair(row, path) for row in reader]
         elif kind == "jsonl":
@@ -95,7 +96,7 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
         else:
             tasks = json.loads(text)
             if not isinstance(tasks, list):
-                raise ValueError(_no_export(path, f"it holds a {type(tasks).__name__} in place of a list of tasks"))
+                raise ValueError(_export_error(path, f"it holds a {type(tasks).__name__} instead of a list of tasks"))
             pairs = [_annotated(task, path) for task in tasks]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from error
@@ -104,39 +105,40 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
     names = None if classes is None else [str(label) for label in classes]
     found: dict[int, int] = {}
     for name, answer in pairs:
-        if _is_open(answer, names):
+        if _is_unanswered(answer, names):
             continue
         code = _code(answer, names, name, path)
         if found.setdefault(name, code) != code:
-            raise ValueError(f"{path} answers id {name} twice, with {found[name]} and with {code}. Keep one.")
+            raise ValueError(f"{path} answers id {name} twice, with {found[name]} and with {code}. Keep one answer.")
     return found
 
 
 def _kind(path: Path) -> str:
+    """File format by suffix."""
     kind = path.suffix.removeprefix(".").lower()
     if kind not in ("csv", "jsonl", "json"):
-        raise ValueError(f"The file must end in .csv, .jsonl or .json (Label Studio), got {path.name!r}.")
+        raise ValueError(f"The file name must end in .csv, .jsonl or .json (Label Studio); got {path.name!r}.")
     return kind
 
 
 def _context(context: Callable[[Any], Mapping[str, Any]] | None, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What to show beside a row; it may not hide what answers are read back by."""
+    """Context of a row; its keys may not clash with the columns of the question file."""
     if context is None:
         return {}
     shown = context(row["id"])
     if not isinstance(shown, Mapping):
-        raise TypeError(f"context must give a dictionary, got a {type(shown).__name__} for id {row['id']!r}.")
+        raise TypeError(f"context must return a dictionary; got a {type(shown).__name__} for id {row['id']!r}.")
     taken = [name for name in shown if name in row or name == "answer"]
     if taken:
         raise ValueError(
-            f"context gives {', '.join(map(repr, taken))} for id {row['id']!r}, which the question file has already; "
-            "choose other names."
+            f"context returns the keys {', '.join(map(repr, taken))} for id {row['id']!r}, but the question file uses "
+            "them already; choose other names."
         )
     return shown
 
 
-def _named(label: Any, classes: Sequence[Any]) -> Any:
-    """The name of a class; a label that is a name already stays."""
+def _class_name(label: Any, classes: Sequence[Any]) -> Any:
+    """Name of a class, from its code; names and None are returned unchanged."""
     names = [str(name) for name in classes]
     if label is None or (isinstance(label, str) and label in names):
         return label
@@ -146,19 +148,20 @@ def _named(label: Any, classes: Sequence[Any]) -> Any:
         code = -1
     if not 0 <= code < len(names):
         raise ValueError(
-            f"classes names {len(names)} classes, {', '.join(names)}; the table holds the label {label!r}."
+            f"classes has {len(names)} names, {', '.join(names)}, but the table holds the label {label!r}. Name every "
+            "class."
         )
     return names[code]
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it: tensors and arrays as lists, NaN and infinities, which JSON does not know, as null."""
+def _to_json(value: Any) -> Any:
+    """Convert a value for JSON: tensors and arrays to lists; NaN and infinity, which JSON lacks, to null."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
+        return {str(name): _to_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, float):
@@ -166,14 +169,14 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int)):
         return value
     raise TypeError(
-        f"A question cannot hold {value!r}, a {type(value).__name__}: JSON knows text, numbers, lists and "
-        "dictionaries. Let context give str(...) of it."
+        f"A question cannot hold {value!r}, a {type(value).__name__}: JSON supports text, numbers, lists and "
+        "dictionaries. Return str(...) of the value from context."
     )
 
 
 def _task(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A task of Label Studio: the model's label as a prediction, its trust as the score that tasks are sorted by."""
-    if record.get("label") is None:  # nothing to confirm
+    """Label Studio task, with the model's label as a prediction and its trust as the score to sort tasks by."""
+    if record.get("label") is None:  # no prediction
         return {"data": dict(record), "predictions": []}
     choice = {
         "from_name": "label",
@@ -186,12 +189,14 @@ def _task(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fields(fields: Collection[Any], path: Path) -> None:
+    """Raise an error unless a row has an id and an answer."""
     missing = [name for name in ("id", "answer") if name not in fields]
     if missing:
-        raise ValueError(f"{path} lacks {' and '.join(missing)}; its fields are {', '.join(map(str, fields))}.")
+        raise ValueError(f"{path} lacks {' and '.join(missing)}; its columns are {', '.join(map(str, fields))}.")
 
 
 def _pair(row: Any, path: Path) -> tuple[int, Any]:
+    """Id and answer of a row."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{path} holds the line {row!r}; expected a JSON object with id and answer on every line.")
     _check_fields(row, path)
@@ -200,10 +205,10 @@ def _pair(row: Any, path: Path) -> tuple[int, Any]:
 
 
 def _annotated(task: Any, path: Path) -> tuple[int, Any]:
-    """Id and last finished annotation of a task that Label Studio exported (JSON, not JSON-MIN)."""
+    """Id and last finished annotation of a task exported by Label Studio (JSON, not JSON-MIN)."""
     data = _entry(task, "data", Mapping, {}, path)
     if "id" not in data:
-        raise ValueError(_no_export(path, "a task lacks data.id"))
+        raise ValueError(_export_error(path, "a task lacks data.id"))
     name = _id(data["id"], path)
     answer = None
     for annotation in _entry(task, "annotations", list, [], path):
@@ -216,21 +221,20 @@ def _annotated(task: Any, path: Path) -> tuple[int, Any]:
 
 
 def _entry(owner: Any, name: str, kind: type, default: Any, path: Path) -> Any:
-    """An entry of an export; one that is missing or null is the default."""
+    """Entry of an export; the default if it is missing or null."""
     found = owner.get(name) if isinstance(owner, Mapping) else owner
     if not isinstance(owner, Mapping) or not (found is None or isinstance(found, kind)):
-        raise ValueError(_no_export(path, f"it holds {found!r} where {name} should be"))
+        raise ValueError(_export_error(path, f"it holds {found!r} where {name} was expected"))
     return default if found is None else found
 
 
-def _no_export(path: Path, why: str) -> str:
-    return f"{path} is not an export of Label Studio's JSON: {why}. Export as JSON, not as JSON-MIN."
+def _export_error(path: Path, why: str) -> str:
+    return f"{path} is not a JSON export of Label Studio: {why}. Export as JSON, not as JSON-MIN."
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number of 0 or more, or None. 1.0 is one: spreadsheets and pandas write it so in a column with gaps."""
+    """A non-negative whole number, or None. Accepts 1.0, which spreadsheets and pandas write in columns with gaps."""
     if isinstance(value, str):
-        # No exponents: a spreadsheet that shows 1.2E+05 has rounded it.
         return int(value.strip().partition(".")[0]) if _WHOLE.fullmatch(value.strip()) else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -238,27 +242,29 @@ def _whole(value: Any) -> int | None:
 
 
 def _id(value: Any, path: Path) -> int:
+    """Id of a sample, as an integer."""
     name = _whole(value)
     if name is None:
-        raise ValueError(f"{path} holds the id {value!r}; ids are indices into the data set, whole numbers from 0.")
+        raise ValueError(f"{path} holds the id {value!r}; ids must be whole numbers from 0, indices into the data set.")
     return name
 
 
-def _is_open(answer: Any, names: Sequence[str] | None) -> bool:
-    """Whether nobody has answered; pandas writes a gap as nan, which may also be the name of a class."""
+def _is_unanswered(answer: Any, names: Sequence[str] | None) -> bool:
+    """Whether a question has no answer. pandas writes a gap as nan; a class may also have the name nan."""
     if answer is None or answer == "" or (isinstance(answer, float) and math.isnan(answer)):
         return True
     return isinstance(answer, str) and answer.lower() == "nan" and answer not in (names or ())
 
 
 def _code(answer: Any, names: Sequence[str] | None, name: int, path: Path) -> int:
+    """Label of an answer, as a code."""
     whole = _whole(answer)
     if names is None:
         if whole is not None:
             return whole
-        expected = "a whole number from 0; give classes= to read names"
+        expected = "a whole number from 0; pass classes= to read names"
     else:
-        for form in (answer, whole):  # where names are numbers, 7.0 is the class 7
+        for form in (answer, whole):  # if the names are numbers, 7.0 is the class 7
             if form is not None and str(form) in names:
                 return names.index(str(form))
         expected = f"one of {', '.join(names)}"

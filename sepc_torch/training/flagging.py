@@ -1,15 +1,16 @@
-r"""Which samples a person should look at, and why.
+r"""Flagging of samples for review, the reason for each flag, and regions with too many confirmed mistakes.
 
-A sample is
+The reasons are
 
 ``novel``
-    where it lies outside every ellipsoid, and far: farther than ``novel_distance`` times the nearest reaches;
+    the sample lies outside every ellipsoid, and its Mahalanobis distance to the nearest exceeds ``novel_distance``;
 ``disagrees``
-    where the network and the head give it different labels;
+    the network and the head predict different labels;
 ``ambiguous``
-    where classes meet: trust below the threshold, or a class of another label almost as near as its own.
+    trust is below the threshold, or an ellipsoid of another class is almost as near as one of the label's own class.
 
-With several reasons the first of these is named. The judged label is the network's where it is known, else the head's.
+A sample with several reasons gets the first one in this order. Trust and margin are those of the network's label if the
+network's labels are given, otherwise those of the head's label.
 """
 
 from __future__ import annotations
@@ -32,19 +33,22 @@ from sepc_torch.training.trust_table import REASONS
 
 Head = SEPC | TrustHead
 
+# Mistakes tolerated per region if the head does not record the `max_impure` of its partition.
+_MAX_IMPURE = 2
+
 
 @dataclass(frozen=True)
 class Criteria:
-    """When to flag.
+    """Settings that decide which samples are flagged.
 
     Attributes:
-        threshold: Flag trust below this.
-        flag_fraction: Instead, flag this share of the samples, those of least safety; then ``threshold`` is None.
-        reasons: Which reasons count.
-        min_margin: A margin below this is ambiguous; 1 is a point as near to another class as to its own.
-        novel_distance: A point outside whose Mahalanobis distance is larger is novel; 1 is the surface. Twice as far
-            as the ellipsoid reaches, by default: on CNN features of Fashion-MNIST that is one test picture in ten,
-            and 7 to 9 in ten of pictures of digits and letters.
+        threshold: Flag samples whose trust is below this value. None if ``flag_fraction`` is used.
+        flag_fraction: Flag this fraction of the samples, those of lowest :func:`safety`. None if ``threshold`` is used.
+        reasons: The reasons that lead to a flag.
+        min_margin: A sample whose margin is below this value is ambiguous. At a margin of 1 the sample is as near to
+            another class as to its own.
+        novel_distance: A sample outside every ellipsoid is novel if its Mahalanobis distance to the nearest exceeds
+            this value. The surface has distance 1; the default of 2 is twice the ellipsoid's extent.
     """
 
     threshold: float | None = 0.5
@@ -56,28 +60,37 @@ class Criteria:
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.flag_fraction is None):
             raise ValueError(
-                f"Give threshold or flag_fraction, and None for the other; got threshold={self.threshold} and "
-                f"flag_fraction={self.flag_fraction}."
+                "Pass exactly one of threshold and flag_fraction, and None for the other; got "
+                f"threshold={self.threshold} and flag_fraction={self.flag_fraction}."
             )
         for name in ("threshold", "flag_fraction"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < 1.0:
-                raise ValueError(f"{name} must lie between 0 and 1, both excluded; got {value}.")
+                raise ValueError(f"{name} must lie strictly between 0 and 1; got {value}.")
         unknown = [reason for reason in self.reasons if reason not in REASONS]
         if unknown or not self.reasons:
-            raise ValueError(f"reasons must be some of {', '.join(REASONS)}; got {list(self.reasons)}.")
-        if not (self.min_margin >= 0.0 and self.novel_distance >= 1.0):  # in this form NaN is refused too
+            raise ValueError(f"reasons must hold one or more of {', '.join(REASONS)}; got {list(self.reasons)}.")
+        if not (self.min_margin >= 0.0 and self.novel_distance >= 1.0):  # this form rejects NaN too
             raise ValueError(
-                "min_margin must be at least 0 and novel_distance at least 1, the surface of an ellipsoid; got "
-                f"{self.min_margin} and {self.novel_distance}."
+                "min_margin must be at least 0 and novel_distance at least 1 (the surface of an ellipsoid); got "
+                f"min_margin={self.min_margin} and novel_distance={self.novel_distance}."
             )
 
 
 class Judged(NamedTuple):
-    """What a head says of a batch, each (B,); the network's fields repeat the head's where it gave no label.
+    """Predictions of a head for a batch, for the head's own label and for the network's label; every field is (B,).
 
-    ``label`` is an index into the head's classes, -1 for an embedding that holds NaN or infinity. ``network_label``
-    is the value that the network gave.
+    Attributes:
+        label: The head's label, as an index into its classes; -1 for an embedding with NaN or infinity.
+        trust: Trust in the head's label.
+        rule: The :class:`~sepc_torch.model.rules.Rule` that gave the head's label.
+        distance: Mahalanobis distance to the nearest ellipsoid.
+        margin: Margin of the head's label.
+        network_label: The network's label, as a class value rather than an index.
+        network_trust: Trust in the network's label.
+        network_margin: Margin of the network's label.
+
+    Without the network's labels the ``network_*`` fields repeat those of the head.
     """
 
     label: Int[Tensor, "B"]
@@ -91,7 +104,7 @@ class Judged(NamedTuple):
 
 
 def class_values(head: Head) -> Int[Tensor, "C"]:
-    """The integers that stand for the head's classes in a batch: the labels themselves, or 0 to C - 1 for text."""
+    """Integer values of the head's classes in a batch: the labels if they are integers, otherwise 0 to C - 1."""
     classes = head.classes
     if all(isinstance(label, int) and not isinstance(label, bool) for label in classes):
         return torch.tensor(classes, dtype=torch.int64)
@@ -99,52 +112,54 @@ def class_values(head: Head) -> Int[Tensor, "C"]:
 
 
 def coordinates(head: Head, z: Float[Tensor, "B D"]) -> Float[Tensor, "B R"]:
-    """Embeddings in the coordinates of the ellipsoids."""
+    """Project embeddings into the space of the ellipsoids."""
     return head.projection(z) if isinstance(head, TrustHead) else z
 
 
 def in_features(head: Head) -> int:
-    """Number of features D of the embeddings that a head takes."""
+    """Number of features D of the embeddings that a head accepts."""
     return head.in_features if isinstance(head, TrustHead) else head.dim
 
 
 @torch.no_grad()
 def judge(head: Head, z: Float[Tensor, "B D"], network_label: Int[Tensor, "B"] | None = None) -> Judged:
-    """Judge a batch of embeddings, and the labels that the network gave; whatever the embeddings hold.
+    """Evaluate a head on a batch of embeddings, for its own labels and for the network's labels.
 
-    A label that the head has never seen gets trust 0: no training point vouches for it.
+    Embeddings with NaN or infinity are allowed: they get label -1 and trust 0. A network label that is not among the
+    head's classes gets trust 0, because no training point supports it.
     """
     sepc = head.sepc if isinstance(head, TrustHead) else head
     points = coordinates(head, z)
     values = class_values(head).to(points.device)
-    good = torch.isfinite(points).all(dim=1)
+    finite = torch.isfinite(points).all(dim=1)
     own, given, known = _judge_finite(
-        sepc, points[good], values, None if network_label is None else network_label[good]
+        sepc, points[finite], values, None if network_label is None else network_label[finite]
     )
 
-    def spread(column: Tensor, otherwise: Any) -> Tensor:
-        full = torch.full((len(points),), otherwise, dtype=column.dtype, device=column.device)
-        full[good] = column
+    def to_all_rows(column: Tensor, fill: Any) -> Tensor:
+        full = torch.full((len(points),), fill, dtype=column.dtype, device=column.device)
+        full[finite] = column
         return full
 
-    label = spread(own.label, -1)
+    label = to_all_rows(own.label, -1)
     if network_label is None:
         network_label = torch.where(label >= 0, values[label.clamp_min(0)], -1)
     return Judged(
         label=label,
-        trust=spread(own.trust, 0.0),
-        rule=spread(own.rule, int(Rule.OUTSIDE)),
-        distance=spread(own.distance, torch.inf),
-        margin=spread(own.margin, 0.0),
+        trust=to_all_rows(own.trust, 0.0),
+        rule=to_all_rows(own.rule, int(Rule.OUTSIDE)),
+        distance=to_all_rows(own.distance, torch.inf),
+        margin=to_all_rows(own.margin, 0.0),
         network_label=network_label,
-        network_trust=spread(torch.where(known, given.trust, 0.0), 0.0),
-        network_margin=spread(torch.where(known, given.margin, 0.0), 0.0),
+        network_trust=to_all_rows(torch.where(known, given.trust, 0.0), 0.0),
+        network_margin=to_all_rows(torch.where(known, given.margin, 0.0), 0.0),
     )
 
 
 def _judge_finite(
     sepc: SEPC, points: Float[Tensor, "n R"], values: Int[Tensor, "C"], network_label: Int[Tensor, "n"] | None
 ) -> tuple[Prediction, Prediction, Bool[Tensor, "n"]]:
+    """Predictions for the head's labels and for the network's labels, and where the head knows the network's label."""
     if network_label is None:
         own, given = sepc.judge(points)
         return own, given, torch.ones(len(points), dtype=torch.bool, device=points.device)
@@ -154,22 +169,22 @@ def _judge_finite(
 
 
 def safety(judged: Judged) -> Float[Tensor, "B"]:
-    r"""How safe the judged label is, :math:`\min(t, \frac{m}{1 + m})` with trust t and margin m.
+    r"""Score of how safe the evaluated label is, :math:`\min(t, \frac{m}{1 + m})` with trust t and margin m.
 
-    Trust counts training points and is 1 in most places; the share :math:`\frac{m}{1 + m}` of the distance to the next
-    class, one half where both are equally near, ranks those.
+    Trust is a ratio of counts of training points and equals 1 for most samples. The share :math:`\frac{m}{1 + m}` of
+    the distance to the next class ranks the samples of equal trust; it is one half if both classes are equally near.
     """
-    share = 1.0 - 1.0 / (1.0 + judged.network_margin)  # in this form an infinite margin gives 1
+    share = 1.0 - 1.0 / (1.0 + judged.network_margin)  # this form gives 1 for an infinite margin
     return torch.minimum(judged.network_trust, share)
 
 
 def find_reasons(judged: Judged, criteria: Criteria, agrees: Bool[Tensor, "B"]) -> Int[Tensor, "B"]:
-    """The first reason to flag each sample, as an index into ``REASONS``; -1 for none.
+    """Reason to flag each sample, as an index into ``REASONS``; -1 for samples without a flag.
 
     Args:
-        judged: The samples; with ``flag_fraction``, all of them.
-        criteria: When to flag.
-        agrees: Whether the network gave the head's label; true where it gave none.
+        judged: The samples. With ``flag_fraction`` pass all samples at once, because the fraction is of these.
+        criteria: The settings that decide which samples are flagged.
+        agrees: Whether the network's label equals the head's; True for samples without a network label.
 
     >>> tensor, c = torch.tensor, torch.zeros(3, dtype=torch.int64)
     >>> trust, margin, distance = tensor([1.0, 0.3, 1.0]), tensor([5.0, 2.0, 3.0]), tensor([0.5, 0.9, 4.0])
@@ -181,7 +196,7 @@ def find_reasons(judged: Judged, criteria: Criteria, agrees: Bool[Tensor, "B"]) 
     if criteria.threshold is None:
         assert criteria.flag_fraction is not None
         least = torch.zeros_like(novel)
-        # A hair less, so that 0.1 of 70 is 7 and not, by rounding, 8.
+        # Slightly less than the product, so that rounding does not turn 0.1 of 70 into 8.
         wanted = math.ceil(criteria.flag_fraction * len(novel) * (1.0 - 1e-12))
         least[safety(judged).argsort(stable=True)[:wanted]] = True
         present = {"novel": novel & least, "disagrees": ~agrees & least, "ambiguous": least}
@@ -198,10 +213,10 @@ def find_reasons(judged: Judged, criteria: Criteria, agrees: Bool[Tensor, "B"]) 
 def summary(
     trust: Float[Tensor, "B"], reason: Int[Tensor, "B"], right: Bool[Tensor, "B"] | None, finite: Bool[Tensor, "B"]
 ) -> dict[str, float]:
-    """The numbers of one stage: mean and low trust, flags by reason, and accuracy with and without flag.
+    """Summary statistics of one stage: mean and 5 % quantile of trust, flags by reason, accuracy with and without flag.
 
-    ``right`` says where the judged label is the true one. The names are always the same, so that they can be monitored;
-    a value that nothing defines is NaN.
+    ``right`` marks the samples whose evaluated label is the true one; None without targets. The keys are always the
+    same, so that callbacks can monitor them; an undefined value is NaN.
 
     >>> summary(torch.tensor([1.0, 0.5]), torch.tensor([-1, 2]), torch.tensor([True, False]), torch.ones(2) > 0)
     {'n': 2.0, 'mean': 0.75, 'p05': 0.525..., 'flagged': 1.0, 'flagged_frac': 0.5, 'novel_frac': 0.0,
@@ -211,7 +226,7 @@ def summary(
     n = len(trust)
     found = {
         "n": float(n),
-        "mean": float(trust.double().mean()),  # of nothing, torch says NaN
+        "mean": float(trust.double().mean()),  # NaN for an empty tensor
         "p05": float(np.quantile(trust.double().numpy(), 0.05)) if n else math.nan,
         "flagged": float(flagged.sum()),
         "flagged_frac": float(flagged.double().mean()),
@@ -224,21 +239,17 @@ def summary(
     return found
 
 
-# What a partition tolerates where the head does not say what it was made with.
-_MAX_IMPURE = 2
-
-
 @torch.no_grad()
 def confirmed_disjuncts(
     head: Head, emb: Float[Tensor, "N D"], truth: Int[Tensor, "N"], given: Int[Tensor, "N"] | None = None
 ) -> tuple[SmallDisjunct, ...]:
-    """Cells of a head in which more mistakes are confirmed than it was made to tolerate, the worst first.
+    """Small disjuncts: regions with more confirmed mistakes than the head's ``max_impure``, the worst first.
 
     Args:
         head: The head in use.
-        emb: Embeddings whose label is now known.
-        truth: That label, as batches carry it.
-        given: The label they had been given; by default the head's own.
+        emb: Embeddings of samples whose true label is now known.
+        truth: The true labels, as class values.
+        given: The labels that were predicted, as class values; by default those of the head.
 
     >>> X = torch.tensor([[0.0], [1.0], [2.0], [3.0], [10.0], [11.0], [12.0], [13.0]])
     >>> head = TrustHead.fit(X, [0, 0, 0, 0, 1, 1, 1, 1], dim=1, normalize=None, max_impure=1)

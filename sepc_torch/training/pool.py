@@ -1,4 +1,7 @@
-"""Who is labelled: one record over the original data set, so that an id means the same sample for ever."""
+"""Label pool: the record of which samples of a data set are labelled, with which label, since which round.
+
+An id is an index into the original data set, so it denotes the same sample in every round.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,18 @@ from torch.utils.data import Dataset
 from sepc_torch.data import files
 from sepc_torch.shapes import Int
 
-# What a state holds.
+# Keys of a state.
 _STATE = ("round", "answered", "answers", "ignored", "rounds")
 
 
 class View(Dataset[Any]):
-    """Some samples of a data set, by id; those with an answer carry it in place of their label."""
+    """Subset of a data set, given by ids; annotated samples carry the annotator's label instead of their own.
+
+    Args:
+        dataset: The data set.
+        ids: Indices into ``dataset``.
+        answer: From an id and its sample to the sample with the annotator's label.
+    """
 
     def __init__(self, dataset: Any, ids: Int[Tensor, "n"], answer: Callable[[int, Any], Any] | None = None) -> None:
         self.dataset = dataset
@@ -37,36 +46,37 @@ class View(Dataset[Any]):
 
 
 def replace_label(item: Any, label: int) -> Any:
-    """The sample with another label, of the same type: the second of a pair, or added to a sample without one."""
+    """Replace the label of a sample: the second entry of a pair. A sample that is not a sequence becomes a pair."""
     if isinstance(item, (tuple, list)):
         if len(item) == 2:
             before = item[1]
             return item[0], before.new_tensor(label) if isinstance(before, Tensor) else label
         raise TypeError(
-            f"A sample is a {type(item).__name__} of {len(item)}, so it is not clear which entry is the label. "
-            "Give LabelPool(..., relabel=lambda sample, label: ...)."
+            f"A sample is a {type(item).__name__} of {len(item)} entries; expected a pair of input and label. Pass "
+            "LabelPool(..., relabel=lambda sample, label: ...)."
         )
     if isinstance(item, Mapping):
         raise TypeError(
-            f"A sample is a dictionary with the keys {list(item)}. Give LabelPool(..., relabel=lambda sample, label: "
-            "{**sample, 'label': label}) with the key of your labels."
+            f"A sample is a dictionary with the keys {list(item)}; expected a pair of input and label. Pass "
+            "LabelPool(..., relabel=lambda sample, label: {**sample, 'label': label}) with the key of your labels."
         )
     return item, label
 
 
 class LabelPool:
-    """A data set of which some samples are labelled, and the others wait.
+    """A data set with labelled and unlabelled samples.
 
-    Ids are indices into ``dataset``, always. Labels come from the data set itself (a simulated experiment) or from
-    :meth:`label`'s ``y`` (people).
+    Ids are indices into ``dataset``. Labels come from the data set itself (a simulated experiment) or from the argument
+    ``y`` of :meth:`label` (annotators).
 
     Args:
-        dataset: A sized, indexable data set.
-        labelled: Ids labelled from the start.
-        eval_view: The same samples without augmentation, to embed and to judge; by default ``dataset``.
-        relabel: How to put an answer into a sample; by default it becomes the second entry of a pair.
-        label_of: From a sample to its label, an integer; by default the second entry of a pair. Samples of another
-            kind, such as dictionaries, need it where the data set's own labels are compared with answers.
+        dataset: A data set with a length and access by index.
+        labelled: Ids of the samples labelled from the start.
+        eval_view: The same samples without augmentation, for embedding and evaluation; by default ``dataset``.
+        relabel: From a sample and a label to the sample with this label; by default the label becomes the second entry
+            of a pair.
+        label_of: From a sample to its integer label; by default the second entry of a pair. Other kinds of samples,
+            such as dictionaries, need this function to compare the data set's labels with annotated ones.
 
     >>> samples = [(float(i), i % 2) for i in range(6)]
     >>> pool = LabelPool(samples, labelled=[0, 1])
@@ -85,21 +95,24 @@ class LabelPool:
     ) -> None:
         if isinstance(dataset, (Mapping, str, bytes)):
             raise TypeError(
-                f"dataset must give samples by index, 0 to its length less 1; got a {type(dataset).__name__}. Put the "
-                "samples into a list, for instance list(samples.values()), or take one split of a dictionary of them."
+                f"dataset must return samples by index, from 0 to its length - 1; got a {type(dataset).__name__}. Put "
+                "the samples into a list, for instance list(samples.values()), or pass one split of a dictionary of "
+                "splits."
             )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"dataset must have a length and give samples by index, got a {type(dataset).__name__}; an iterable "
-                "data set has no ids to label by. Put it into a list, or a table of files."
+                f"dataset must have a length and return samples by index; got a {type(dataset).__name__}. The samples "
+                "of an iterable data set have no ids. Put them into a list, or into a table of files."
             )
         if eval_view is not None and len(eval_view) != len(dataset):
-            raise ValueError(f"eval_view has {len(eval_view)} samples and dataset {len(dataset)}; they must match.")
+            raise ValueError(
+                f"eval_view has {len(eval_view)} samples and dataset has {len(dataset)}; the lengths must match."
+            )
         self.dataset = dataset
         self.eval_view = dataset if eval_view is None else eval_view
         self.relabel = relabel
         if label_of is not None and not callable(label_of):
-            raise TypeError(f"label_of must be a function from a sample to its label, got {label_of!r}.")
+            raise TypeError(f"label_of must be a function from a sample to its label; got {label_of!r}.")
         self.label_of = label_of
         n = len(dataset)
         self._round = torch.full((n,), -1, dtype=torch.int64)
@@ -116,31 +129,31 @@ class LabelPool:
     def __repr__(self) -> str:
         return (
             f"LabelPool({len(self)} samples: {len(self.labelled_ids)} labelled in {self.rounds} rounds, "
-            f"{len(self.pool_ids)} waiting, {int(self._ignored.sum())} ignored)"
+            f"{len(self.pool_ids)} unlabelled, {int(self._ignored.sum())} ignored)"
         )
 
     @property
     def rounds(self) -> int:
-        """How many times :meth:`label` was called."""
+        """Number of calls of :meth:`label`."""
         return self._rounds
 
     @property
     def round_of(self) -> Int[Tensor, "N"]:
-        """The round in which each sample was labelled: 0 from the start, -1 not yet."""
+        """Round in which each sample was labelled: 0 for those labelled from the start, -1 for unlabelled ones."""
         return self._round.clone()
 
     @property
     def labelled_ids(self) -> Int[Tensor, "n"]:
-        """Ids of the labelled samples, ascending."""
+        """Ids of the labelled samples, in ascending order."""
         return (self._round >= 0).nonzero().squeeze(1)
 
     @property
     def pool_ids(self) -> Int[Tensor, "n"]:
-        """Ids that wait for a label, ascending."""
+        """Ids of the unlabelled samples that are not ignored, in ascending order."""
         return ((self._round < 0) & ~self._ignored).nonzero().squeeze(1)
 
     def labelled(self) -> View:
-        """The labelled samples as they are now, to train on."""
+        """The samples labelled at the time of the call, for training."""
         return View(self.dataset, self.labelled_ids, self._with_answer)
 
     def labelled_eval(self) -> View:
@@ -148,22 +161,24 @@ class LabelPool:
         return View(self.eval_view, self.labelled_ids, self._with_answer)
 
     def pool(self) -> View:
-        """The samples that wait, without augmentation; ``.ids`` are their ids."""
+        """The unlabelled samples, without augmentation; ``.ids`` holds their ids."""
         return View(self.eval_view, self.pool_ids)
 
     def label(self, ids: Any, y: Any = None) -> None:
-        """Mark samples as labelled, with the labels in ``y`` or, without it, those of the data set.
+        """Mark samples as labelled, with the labels in ``y`` or, without ``y``, those of the data set.
 
-        All or none: a wrong id leaves the pool as it was.
+        An invalid argument raises an error and leaves the pool unchanged.
         """
         chosen = self._checked(ids)
         twice = chosen[self._round[chosen] >= 0].tolist()
         if twice:
-            raise ValueError(f"The ids {twice[:5]} are labelled already; use answer() to repeat answers safely.")
+            raise ValueError(f"The ids {twice[:5]} are labelled already; answer() accepts repeated answers.")
         if y is not None:
             answers = _integers(y, "y")
             if len(answers) != len(chosen):
-                raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; one for each is needed.")
+                raise ValueError(
+                    f"There are {len(chosen)} ids and {len(answers)} labels in y; expected one label per id."
+                )
             self._answers[chosen], self._answered[chosen] = answers, True
         elif len(chosen):
             self._check_has_label(int(chosen[0]))
@@ -172,10 +187,11 @@ class LabelPool:
         self._ignored[chosen] = False
 
     def answer(self, answers: Mapping[int, int]) -> list[int]:
-        """Label samples by answers that may be partial or repeated; returns the ids that are new.
+        """Label samples from answers that may be partial or repeated, and return the newly labelled ids.
 
-        Reading the same file again, after a crash for instance, labels nothing twice. A different second answer, or one
-        that contradicts the label of the data set, is an error: correct the file, or use :meth:`correct`.
+        Repeated answers change nothing, so the same file can be read again, for instance after a crash. An answer that
+        contradicts an earlier answer or the label of the data set is an error: correct the file, or use
+        :meth:`correct`.
         """
         ids = self._checked(list(answers))
         given = dict(zip(ids.tolist(), _integers(list(answers.values()), "The answers").tolist(), strict=True))
@@ -185,8 +201,8 @@ class LabelPool:
         if changed:
             i = changed[0]
             raise ValueError(
-                f"{len(changed)} samples have another label already; id {i} was {before[i]} and is now {given[i]}. "
-                "Use correct() to change labels."
+                f"{len(changed)} answers contradict existing labels; id {i} was {before[i]} and is now {given[i]}. Use "
+                "correct() to change labels."
             )
         if fresh:
             self.label(fresh, [given[i] for i in fresh])
@@ -196,22 +212,22 @@ class LabelPool:
         """Change the labels of labelled samples."""
         chosen, answers = self._checked(ids), _integers(y, "y")
         if len(answers) != len(chosen):
-            raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; one for each is needed.")
-        waiting = chosen[self._round[chosen] < 0].tolist()
-        if waiting:
-            raise ValueError(f"The ids {waiting[:5]} are not labelled yet; use label().")
+            raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; expected one label per id.")
+        unlabelled = chosen[self._round[chosen] < 0].tolist()
+        if unlabelled:
+            raise ValueError(f"The ids {unlabelled[:5]} are not labelled yet; use label().")
         self._answers[chosen], self._answered[chosen] = answers, True
 
     def ignore(self, ids: Any) -> None:
-        """Take samples out of the pool without a label: broken, private, not decidable."""
+        """Remove samples from the pool without a label, for instance broken, private or undecidable ones."""
         chosen = self._checked(ids)
         labelled = chosen[self._round[chosen] >= 0].tolist()
         if labelled:
-            raise ValueError(f"The ids {labelled[:5]} are labelled; only waiting samples can be ignored.")
+            raise ValueError(f"The ids {labelled[:5]} are labelled; only unlabelled samples can be ignored.")
         self._ignored[chosen] = True
 
     def labels_of(self, ids: Any) -> Int[Tensor, "n"]:
-        """The labels of labelled samples: the answer, or what the data set says."""
+        """Labels of samples: the annotator's label if there is one, otherwise the label in the data set."""
         return torch.tensor([self._label_of(i) for i in self._checked(ids).tolist()], dtype=torch.int64)
 
     def _label_of(self, name: int) -> int:
@@ -229,32 +245,32 @@ class LabelPool:
             label = item[1]
         else:
             raise TypeError(
-                f"Sample {name} is {_kind(item)}, so it is not clear what its label is. Give LabelPool(..., "
-                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+                f"Sample {name} is {_kind(item)}; expected a pair of input and label. Pass LabelPool(..., "
+                "label_of=lambda sample: ...), or pass the labels: label(ids, y)."
             )
         code = _code(label)
         if code is None:
             raise TypeError(
-                f"The label of sample {name} must be an integer, got {_kind(label)}. Give LabelPool(..., "
-                "label_of=lambda sample: ...), or give the labels: label(ids, y)."
+                f"The label of sample {name} must be an integer; got {_kind(label)}. Pass LabelPool(..., "
+                "label_of=lambda sample: ...), or pass the labels: label(ids, y)."
             )
         return code
 
     def _check_has_label(self, name: int) -> None:
-        """Refuse to take labels from a data set that has none; one sample tells, and reading all may take long."""
+        """Raise an error if the data set has no labels. Checks one sample only, because reading all may take long."""
         if self.label_of is not None:
             self._label_of(name)
             return
         item = self.dataset[name]
-        # Dictionaries, longer tuples and objects of the user's own may hold a label that only they know of.
+        # Dictionaries, longer tuples and other objects may hold a label in a place unknown here, so they are accepted.
         bare = isinstance(item, (Tensor, np.ndarray, np.generic, int, float, str, bytes)) or item is None
         if bare or (isinstance(item, (tuple, list)) and (len(item) < 2 or (len(item) == 2 and item[1] is None))):
             raise ValueError(
-                f"The data set has no label for id {name}: the sample is {_kind(item)}. Give the labels: label(ids, y)."
+                f"The data set has no label for id {name}: the sample is {_kind(item)}. Pass the labels: label(ids, y)."
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors only."""
+        """State of the record, as tensors only."""
         return {
             "round": self._round.clone(),
             "answered": self._answered.clone(),
@@ -264,27 +280,28 @@ class LabelPool:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what the state says."""
+        """Replace the record by a state."""
         self._check_state(state)
         self._round, self._answered = state["round"].clone(), state["answered"].clone()
         self._answers, self._ignored = state["answers"].clone(), state["ignored"].clone()
         self._rounds = int(state["rounds"])
 
     def absorb(self, state: Mapping[str, Any]) -> None:
-        """Take over the labels of a state, and keep those that it does not know: a label is never forgotten.
+        """Merge a state into the record: labels that only one of the two holds are kept.
 
-        A checkpoint may be older than the answers; testing the best one must not undo what people did since.
+        A checkpoint may be older than the latest answers, and loading it must not discard them. Where both hold a
+        label, the record with more rounds wins.
         """
         self._check_state(state)
         if int(state["rounds"]) > self._rounds:
-            newer = self.state_dict()
+            current = self.state_dict()
             self.load_state_dict(state)
-            self._keep(newer)
+            self._add_labels(current)
         else:
-            self._keep(state)
+            self._add_labels(state)
 
-    def _keep(self, state: Mapping[str, Any]) -> None:
-        """Add the labels of an older state where there are none."""
+    def _add_labels(self, state: Mapping[str, Any]) -> None:
+        """Add the labels of a state to samples without a label."""
         extra = (state["round"] >= 0) & (self._round < 0)
         self._round[extra] = state["round"][extra]
         self._answered[extra], self._answers[extra] = state["answered"][extra], state["answers"][extra]
@@ -292,11 +309,11 @@ class LabelPool:
         self._rounds = max(self._rounds, int(state["rounds"]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the record (not the data) to a safetensors file, whole or not at all."""
+        """Write the record (not the data) to a safetensors file, atomically."""
         files.write(path, "label_pool", {name: value.numpy() for name, value in self.state_dict().items()}, {})
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take over the record of a file that :meth:`save` wrote."""
+        """Replace the record by that of a file written by :meth:`save`."""
         arrays, _ = files.read(path, "label_pool")
         self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
@@ -304,13 +321,13 @@ class LabelPool:
         missing = [name for name in _STATE if name not in state]
         if missing:
             raise ValueError(
-                f"The pool state lacks {', '.join(missing)}; it must be what LabelPool.state_dict() gave, which holds "
+                f"The pool state lacks {', '.join(missing)}; expected the keys of LabelPool.state_dict(), "
                 f"{', '.join(_STATE)}."
             )
         if len(state["round"]) != len(self):
             raise ValueError(
-                f"The pool state is for another data set: it knows {len(state['round'])} samples, this one has "
-                f"{len(self)}. Start with the data set that it was saved with."
+                f"The pool state is for another data set: it has {len(state['round'])} samples, and this pool has "
+                f"{len(self)}. Create the pool with the data set that the state was saved with."
             )
 
     def _with_answer(self, name: int, item: Any) -> Any:
@@ -320,32 +337,32 @@ class LabelPool:
         chosen = _integers(ids, "ids")
         outside = chosen[(chosen < 0) | (chosen >= len(self))].tolist()
         if outside:
-            raise ValueError(f"ids are indices from 0 to {len(self) - 1} into the data set; got {outside[:5]}.")
+            raise ValueError(f"ids must be indices from 0 to {len(self) - 1} into the data set; got {outside[:5]}.")
         values, times = chosen.unique(return_counts=True)
         if bool((times > 1).any()):
-            raise ValueError(f"The ids {values[times > 1].tolist()[:5]} are named twice.")
+            raise ValueError(f"The ids {values[times > 1].tolist()[:5]} occur more than once; pass each id once.")
         return chosen
 
 
 def _integers(values: Any, name: str) -> Int[Tensor, "n"]:
-    """A one-dimensional tensor of integers."""
+    """Convert to a one-dimensional int64 tensor."""
     try:
         found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        # A set has no order that labels could follow, and a generator is used up by reading it.
+        # Sets are rejected because labels could not follow their order, generators because they can be read only once.
         inside = f" that starts with {values[0]!r}" if isinstance(values, (list, tuple)) and values else ""
         raise ValueError(
-            f"{name} must be a list of integers, or an array or tensor of them; got {_kind(values)}{inside}."
+            f"{name} must be a list of integers, or an array or tensor of integers; got {_kind(values)}{inside}."
         ) from None
-    if found.ndim == 1 and len(found) == 0:  # empty arrays and tensors are floating unless told otherwise
+    if found.ndim == 1 and len(found) == 0:  # empty arrays and tensors are floating-point by default
         return torch.empty(0, dtype=torch.int64)
     if found.ndim != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise ValueError(f"{name} must be a list of integers, got {found.dtype} of shape {tuple(found.shape)}.")
+        raise ValueError(f"{name} must be a list of integers; got {found.dtype} of shape {tuple(found.shape)}.")
     return found.to(torch.int64).cpu()
 
 
 def _code(label: Any) -> int | None:
-    """A label as an integer, or None where it is not one; 1.0, True and tensors of one such entry are."""
+    """A label as an integer, or None. 1.0, True and tensors of one integral entry are accepted."""
     if isinstance(label, (Tensor, np.ndarray, np.generic)):
         label = label.item() if math.prod(label.shape) == 1 else None
     if isinstance(label, int) or (isinstance(label, float) and label.is_integer()):
@@ -354,7 +371,7 @@ def _code(label: Any) -> int | None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in a few words."""
+    """Short description of a value for error messages."""
     if isinstance(value, Mapping):
         return f"a dictionary with the keys {list(value)[:10]}"
     if isinstance(value, (tuple, list)):

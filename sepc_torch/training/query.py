@@ -1,7 +1,8 @@
-r"""Which samples to ask about next: ambiguous ones, spread out, and a few that are new.
+r"""Query selection for active learning: ambiguous samples spread over the embedding space, and a few novel ones.
 
-The least trusted first is no better than chance, since it picks outliers; the farthest first is worse
-(``experiments/active_learning.py``). A query wants samples between classes, and not the same one many times.
+Two simpler queries do not gain on random selection: the lowest trust first, which picks outliers, and, on frozen
+features, the farthest first (``experiments/active_learning.py``). A good query takes samples between classes and avoids
+near-duplicates.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from sepc_torch.shapes import Bool, Float, Int
 from sepc_torch.training.flagging import Criteria, Judged
 from sepc_torch.training.selection import Method, select
 
-# Candidates per sample asked for: of 3, 5 and 10 the best in the mean of eight tables (six seeds each, one value for
-# all of them).
+# Candidates per queried sample: more spread the batch better, fewer keep every candidate ambiguous. One value for all
+# sets of experiments/active_learning.py, chosen on other seeds than that script reports.
 BETA = 5.0
-# Share of a query that goes to samples far outside every ellipsoid.
+# Fraction of a query reserved for novel samples, far outside every ellipsoid.
 NOVEL_SHARE = 0.1
-# Where more of the pool than this is far outside, being outside says nothing of a sample.
+# If a larger fraction of the pool is novel, novelty does not distinguish samples, and the query ignores it.
 _MOST_NOVEL = 0.5
 
 
 class Candidates(NamedTuple):
-    """Samples that wait for a label: how ambiguous each is and whether it is new (B,), and its embedding (B, D)."""
+    """Unlabelled samples to choose from.
+
+    Attributes:
+        ambiguity: Ambiguity score (B,), from 0 to 1.
+        novel: Whether each sample is novel (B,).
+        emb: Embeddings (B, D).
+    """
 
     ambiguity: Float[Tensor, "B"]
     novel: Bool[Tensor, "B"]
@@ -41,10 +48,10 @@ class Candidates(NamedTuple):
         logits: Float[Tensor, "B C"] | None = None,
         novel_distance: float = Criteria.novel_distance,
     ) -> Candidates:
-        """Candidates from what a head, and where it is known the network, says of them.
+        """Build candidates from a head's predictions and, if given, the network's logits.
 
-        The head learns from labelled samples alone, the network from what it saw before too; so with logits the
-        network says what is ambiguous, and the head what is new.
+        The head defines novelty. Ambiguity comes from the logits if they are given, otherwise from the head: the head
+        uses the labelled samples only, while the network also carries its pretraining.
         """
         ambiguity = head_ambiguity(judged.margin) if logits is None else posterior_ambiguity(logits.softmax(dim=1))
         novel = (judged.rule == int(Rule.OUTSIDE)) & (judged.distance > novel_distance) & (judged.label >= 0)
@@ -52,7 +59,7 @@ class Candidates(NamedTuple):
 
 
 def posterior_ambiguity(probability: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
-    r"""One less the gap between the two likeliest classes, :math:`1 - (p_{(1)} - p_{(2)})`; 1 between two classes.
+    r"""Ambiguity from class probabilities, :math:`1 - (p_{(1)} - p_{(2)})`; 1 if the two likeliest classes tie.
 
     >>> posterior_ambiguity(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]))
     tensor([1., 0.])
@@ -64,7 +71,7 @@ def posterior_ambiguity(probability: Float[Tensor, "B C"]) -> Float[Tensor, "B"]
 
 
 def head_ambiguity(margin: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    r"""The share of the nearer class, :math:`\frac{2}{1 + m}` at most 1, with the margin m of distances.
+    r"""Ambiguity from the head's margin m, :math:`\min(1, \frac{2}{1 + m})`; 1 if two classes are equally near.
 
     >>> head_ambiguity(torch.tensor([1.0, 3.0, torch.inf]))
     tensor([1.0000, 0.5000, 0.0000])
@@ -81,16 +88,18 @@ def choose(
     beta: float = BETA,
     novel_share: float = NOVEL_SHARE,
 ) -> Int[Tensor, "n"]:
-    r"""Positions of k candidates: most of them ambiguous and spread out, a few of them new.
+    r"""Choose k candidates to label: most of them ambiguous and spread out, a few of them novel.
+
+    Returns the positions of the chosen candidates; of all candidates if there are fewer than k.
 
     Args:
-        candidates: What waits.
-        k: How many; at most all.
-        labelled_emb: Embeddings of what is labelled, to keep away from (with ``"kcenter"`` and ``"kmeans++"``).
-        method: How to spread, see :func:`select`.
-        beta: Candidates per sample taken.
-        novel_share: :math:`\lfloor` share times k :math:`\rfloor` samples are the centres of clusters of the new ones,
-            as long as those are a minority of the pool.
+        candidates: The unlabelled samples.
+        k: Number of samples to choose.
+        labelled_emb: Embeddings of the labelled samples; ``"kcenter"`` and ``"kmeans++"`` keep away from them.
+        method: How to spread the ambiguous samples, see :func:`select`.
+        beta: Candidates per chosen sample, see :func:`select`.
+        novel_share: Fraction of the query for novel samples. :math:`\lfloor` ``novel_share`` times k :math:`\rfloor`
+            samples are the cluster centres of the novel candidates, unless these are more than half of the pool.
 
     >>> emb = torch.tensor([[0.0], [0.1], [5.0], [9.0]])
     >>> few = Candidates(torch.tensor([0.9, 0.8, 0.7, 0.0]), torch.tensor([False, False, False, True]), emb)
@@ -99,18 +108,18 @@ def choose(
     """
     k = count(k, "k", least=1)
     if not 0.0 <= novel_share <= 1.0:
-        raise ValueError(f"novel_share must lie between 0 and 1, got {novel_share}.")
-    # A sample without a place can be neither ambiguous nor new: it is taken when nothing else is left.
-    placed = candidates.emb.isfinite().all(dim=1)
-    ambiguity = torch.where(placed, candidates.ambiguity, -torch.inf)
+        raise ValueError(f"novel_share must lie between 0 and 1; got {novel_share}.")
+    # A sample whose embedding is not finite is neither ambiguous nor novel: it is chosen last.
+    finite = candidates.emb.isfinite().all(dim=1)
+    ambiguity = torch.where(finite, candidates.ambiguity, -torch.inf)
     if labelled_emb is not None:
         labelled_emb = labelled_emb[labelled_emb.isfinite().all(dim=1)]
-    novel = (candidates.novel & placed).nonzero().squeeze(1)
+    novel = (candidates.novel & finite).nonzero().squeeze(1)
     wanted = min(int(novel_share * k), len(novel))
     chosen = novel[:0]
     if wanted and len(novel) <= _MOST_NOVEL * len(candidates.novel):
-        alike = torch.ones(len(novel))
-        chosen = novel[select(alike, wanted, candidates.emb[novel], method="kmeans", beta=float(len(novel)))]
+        equal = torch.ones(len(novel))
+        chosen = novel[select(equal, wanted, candidates.emb[novel], method="kmeans", beta=float(len(novel)))]
     if len(chosen) == k:
         return chosen
     free = torch.ones(len(candidates.novel), dtype=torch.bool)

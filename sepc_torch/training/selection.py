@@ -1,6 +1,7 @@
-r"""Choose a batch of samples by a score, without taking the same sample many times over in other words.
+r"""Batch selection by score and diversity: k-centre, k-means, k-means++, top-k and Gumbel top-k.
 
-The :math:`\beta k` highest scores are the candidates; among them the batch is spread over the embedding space.
+The :math:`\beta k` highest scores are the candidates. The batch is spread over the candidates' embeddings, so that it
+does not hold near-duplicates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sepc_torch.shapes import Float, Int
 
 Method = Literal["kcenter", "kmeans", "topk", "kmeans++", "gumbel"]
 
-# Lloyd's iterations: the batch no longer changes after a few, and a bound keeps the time predictable.
+# Limit on Lloyd's iterations, which keeps the running time predictable.
 _ITERATIONS = 20
 
 
@@ -29,21 +30,22 @@ def select(
     beta: float = 5.0,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "k"]:
-    r"""Positions of k samples to label, the same for the same input on every machine and process.
+    r"""Select k samples to label and return their positions; deterministic on every machine and process.
 
     Args:
-        score: How much each sample is wanted; more is better. One of -inf is taken only when no other is left, and its
-            embedding is not looked at.
-        k: How many; at most all.
-        emb: Where the samples lie; needed by all methods but ``"topk"`` and ``"gumbel"``.
-        method: ``"kcenter"`` takes, of the :math:`\beta k` highest scores, again and again the one farthest from all
-            taken and labelled. ``"kmeans"`` clusters them, weighted by score, and takes the one nearest to each
-            centre: typical rather than extreme samples. ``"kmeans++"`` draws from all samples with probability
-            proportional to score times squared distance to those taken and labelled. ``"topk"`` takes the highest.
-            ``"gumbel"`` draws from all with probability proportional to score.
-        labelled_emb: Where the labelled samples lie, to keep away from.
-        beta: Candidates per sample taken.
-        generator: For the methods that draw; by default one with seed 0.
+        score: Value of labelling each sample; higher is better. Samples with score -inf are selected last, and their
+            embeddings are ignored.
+        k: Number of samples to select; all samples if there are fewer.
+        emb: Embeddings of the samples. All methods except ``"topk"`` and ``"gumbel"`` need them.
+        method: ``"kcenter"`` takes the :math:`\beta k` highest scores and repeatedly selects the candidate farthest
+            from all selected and labelled samples. ``"kmeans"`` clusters these candidates, weighted by score, and
+            selects the candidate nearest to each centre, so typical rather than extreme samples. ``"kmeans++"`` draws
+            from all samples with probability proportional to score times squared distance to the selected and labelled
+            samples. ``"topk"`` selects the highest scores. ``"gumbel"`` draws from all samples with probability
+            proportional to score.
+        labelled_emb: Embeddings of the labelled samples; ``"kcenter"`` and ``"kmeans++"`` keep away from them.
+        beta: Candidates per selected sample, for ``"kcenter"`` and ``"kmeans"``.
+        generator: Random generator of ``"kmeans++"`` and ``"gumbel"``; by default one with seed 0.
 
     >>> score = torch.tensor([0.9, 0.9, 0.8, 0.1])
     >>> emb = torch.tensor([[0.0], [0.1], [5.0], [9.0]])
@@ -53,13 +55,13 @@ def select(
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(map(repr, get_args(Method)))}, got {method!r}.")
     if not beta >= 1.0:
-        raise ValueError(f"beta must be at least 1, the candidates per sample taken; got {beta}.")
+        raise ValueError(f"beta, the number of candidates per selected sample, must be at least 1; got {beta}.")
     if bool(score.isnan().any()):
-        raise ValueError("score holds NaN; decide first what such a sample is worth, for instance -inf.")
+        raise ValueError("score holds NaN; expected finite scores, or -inf for samples to select last.")
     if bool(score.isposinf().any()):
         raise ValueError(
-            "score holds +inf, which no other score compares with; expected finite ones, or -inf for samples not "
-            "wanted. Give such a sample the largest finite score."
+            "score holds +inf; expected finite scores, or -inf for samples to select last. Give the samples to select "
+            "first the largest finite score."
         )
     k = min(count(k, "k", least=1), len(score))
     order = score.argsort(descending=True, stable=True)
@@ -69,18 +71,18 @@ def select(
         if emb is None or len(emb) != len(score):
             given = "none" if emb is None else f"{len(emb)}"
             raise ValueError(f"method={method!r} needs an embedding for each of the {len(score)} scores; got {given}.")
-        _check_finite(emb[score > -torch.inf], "emb", "Give such samples the score -inf.")
+        _check_finite(emb[score > -torch.inf], "emb", "Give these samples the score -inf.")
         if labelled_emb is not None:
-            _check_finite(labelled_emb, "labelled_emb", "Leave such samples out.")
+            _check_finite(labelled_emb, "labelled_emb", "Leave these samples out.")
     wanted = (score > -torch.inf).nonzero().squeeze(1)
-    if len(wanted) < len(score) and len(wanted) <= k:  # all that are wanted, then some that are not
+    if len(wanted) < len(score) and len(wanted) <= k:  # all finite scores first, then -inf
         return order[:k]
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     score = score[wanted]
     if method == "gumbel":
         return wanted[_gumbel(score, k, generator)]
     assert emb is not None  # checked above
-    emb = emb[wanted].double()  # on the CPU and on a GPU, and in any order of summation, the same choice
+    emb = emb[wanted].double()  # float64, so that rounding does not change the selection between devices
     taken = torch.empty(0, emb.shape[1], dtype=emb.dtype) if labelled_emb is None else labelled_emb.double()
     if method == "kmeans++":
         return wanted[_kmeans_plus_plus(score, k, emb, taken, generator)]
@@ -94,25 +96,25 @@ def _check_finite(emb: Float[Tensor, "B D"], name: str, advice: str) -> None:
     bad = (~emb.isfinite().all(dim=1)).nonzero().squeeze(1)
     if len(bad):
         raise ValueError(
-            f"{name} must be finite to measure distances by; {len(bad)} of {len(emb)} rows hold NaN or infinities. "
-            f"{advice}"
+            f"{name} must be finite to compute distances; {len(bad)} of {len(emb)} rows hold NaN or infinity. {advice}"
         )
 
 
 def nearest_squared(emb: Float[Tensor, "B D"], others: Float[Tensor, "M D"]) -> Float[Tensor, "B"]:
-    """Squared distance of every point to the nearest of some others; infinite where there are none."""
+    """Squared distance from each point to the nearest of ``others``; infinite if ``others`` is empty."""
     nearest = torch.full((len(emb),), torch.inf, dtype=emb.dtype)
-    for start in range(0, len(others), 1024):  # a bounded B x 1024 block at a time
+    for start in range(0, len(others), 1024):  # blocks of B x 1024 bound the memory
         block = torch.cdist(emb, others[start : start + 1024])
         nearest = torch.minimum(nearest, block.square().amin(dim=1))
     return nearest
 
 
 def _kcenter(k: int, emb: Float[Tensor, "B D"], taken: Float[Tensor, "M D"]) -> Int[Tensor, "k"]:
+    """Greedy k-centre: repeatedly take the point farthest from all points taken so far."""
     distance = nearest_squared(emb, taken)
     chosen: list[int] = []
     for _ in range(k):
-        best = int(distance.argmax())  # the first of equals, and so the one of highest score
+        best = int(distance.argmax())  # the first of equal distances, which has the highest score
         chosen.append(best)
         distance = torch.minimum(distance, (emb - emb[best]).square().sum(dim=1))
         distance[best] = -1.0
@@ -120,7 +122,7 @@ def _kcenter(k: int, emb: Float[Tensor, "B D"], taken: Float[Tensor, "M D"]) -> 
 
 
 def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int[Tensor, "k"]:
-    """Lloyd's algorithm from the k-centre start, weighted by score."""
+    """Lloyd's algorithm, weighted by score and initialised by k-centre; the sample nearest to each centre."""
     weight = _weights(score)
     centers = emb[_kcenter(k, emb, emb.new_empty(0, emb.shape[1]))]
     owner = torch.cdist(emb, centers).argmin(dim=1)
@@ -133,7 +135,7 @@ def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int
         before, owner = owner, torch.cdist(emb, centers).argmin(dim=1)
         if torch.equal(before, owner):
             break
-    # Each centre takes its nearest sample; one that is nearest to two centres leaves the second its next.
+    # Each centre takes its nearest sample that no earlier centre took.
     distance = torch.cdist(centers, emb)
     chosen: list[int] = []
     for row in distance:
@@ -144,7 +146,7 @@ def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int
 
 
 def _weights(score: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """Scores as positive weights."""
+    """Shift scores to positive weights."""
     low = float(score.amin())
     weight = score.double() - min(low, 0.0)
     return weight + torch.finfo(torch.float64).eps * max(float(weight.amax()), 1.0)
@@ -157,13 +159,14 @@ def _kmeans_plus_plus(
     taken: Float[Tensor, "M D"],
     generator: torch.Generator,
 ) -> Int[Tensor, "k"]:
+    """k-means++ seeding: draw with probability proportional to weight times squared distance to the taken points."""
     weight = _weights(score)
     distance = nearest_squared(emb, taken)
     chosen: list[int] = []
     free = torch.ones(len(score), dtype=torch.bool)
     for _ in range(k):
         chance = weight * torch.where(torch.isfinite(distance), distance, 1.0) * free
-        if not float(chance.sum()) > 0:  # only copies of samples already taken are left
+        if not float(chance.sum()) > 0:  # only duplicates of taken samples remain
             chance = weight * free
         best = _draw(chance, generator)
         chosen.append(best)
@@ -173,7 +176,10 @@ def _kmeans_plus_plus(
 
 
 def _draw(chance: Float[Tensor, "B"], generator: torch.Generator) -> int:
-    """One index with these chances, by inversion: torch.multinomial stops at 2**24 of them."""
+    """Draw one index with probability proportional to ``chance``.
+
+    By inversion of the cumulative sum, because torch.multinomial accepts at most 2**24 categories.
+    """
     total = chance.cumsum(0)
     at = torch.rand((), generator=generator, dtype=torch.float64) * total[-1]
     best = int(torch.searchsorted(total, at, right=True).clamp_max(len(chance) - 1))
@@ -181,6 +187,7 @@ def _draw(chance: Float[Tensor, "B"], generator: torch.Generator) -> int:
 
 
 def _gumbel(score: Float[Tensor, "B"], k: int, generator: torch.Generator) -> Int[Tensor, "k"]:
+    """Draw k indices without replacement by the Gumbel top-k trick."""
     noise: Any = -torch.log(
         -torch.log(torch.rand(len(score), generator=generator, dtype=torch.float64).clamp_min(1e-300))
     )

@@ -1,4 +1,4 @@
-"""What a model says of many samples, one row for each: the table that flags are read from and written to files as."""
+"""Table of predictions with one row per sample: sorted by trust, filtered by flag, written as CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from sepc_torch.data.text_table import text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Int
 
-# The reasons to look at a sample, the most telling first; a table holds their index, -1 where there is none.
+# Reasons to flag a sample, in order of priority; a table holds their index, -1 for samples without a flag.
 REASONS = ("novel", "disagrees", "ambiguous")
-# Rows that a printed table shows.
+# Number of rows that a printed table shows.
 _SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrustTable:
-    """Rows of judged samples, the least trusted first.
+    """Predictions with one row per sample, in order of increasing trust.
 
     Attributes:
-        ids: Who they are: integers, or text.
-        columns: Tensors (B,) by name: ``trust``, ``label``, ``rule``, ``reason``, ``distance``, ``margin`` and, where
-            known, ``network_label``, ``network_trust``, ``network_margin``, ``target``. Labels and reasons are codes.
-        classes: The labels, in the order of the codes in ``label``.
+        ids: Ids of the samples: integers or text.
+        columns: Tensors (B,) by name: ``trust``, ``label``, ``rule``, ``reason``, ``distance``, ``margin`` and, if
+            known, ``network_label``, ``network_trust``, ``network_margin``, ``target``. ``label``, ``rule`` and
+            ``reason`` hold codes.
+        classes: The class labels, indexed by the codes in ``label``.
 
     >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 2])}
     >>> table = TrustTable.of([7, 8], columns, classes=["cat", "dog"])
@@ -52,7 +53,7 @@ class TrustTable:
 
     @classmethod
     def of(cls, ids: Sequence[int | str], columns: Mapping[str, Tensor], classes: Sequence[Any]) -> TrustTable:
-        """The table in its order: by trust, then by margin, then by id."""
+        """Build a table sorted by trust, then margin, then id."""
         table = cls(tuple(ids), dict(columns), list(classes))
         keys = [columns[name].numpy() for name in ("margin", "trust") if name in columns]
         return table.take(torch.from_numpy(np.lexsort((np.array(table.ids), *keys))) if len(table) else torch.arange(0))
@@ -61,11 +62,11 @@ class TrustTable:
         return len(self.ids)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """A column as a reader wants it: labels, rules and reasons by name."""
+        """Values of a column, with labels, rules and reasons by name instead of by code."""
         if name == "id":
             return list(self.ids)
         if name not in self.columns:
-            raise KeyError(f"There is no column {name!r}; the table has id, {', '.join(self.columns)}.")
+            raise KeyError(f"There is no column {name!r}; the columns are id, {', '.join(self.columns)}.")
         values = self.columns[name].tolist()
         if name == "label":
             return [None if code < 0 else self.classes[code] for code in values]
@@ -84,13 +85,13 @@ class TrustTable:
         return lines if len(self) <= _SHOWN else f"{lines}\n... {len(self) - _SHOWN} more"
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Every row as a dictionary of plain values."""
+        """Iterate over the rows as dictionaries of plain values."""
         named = {"id": self["id"], **{name: self[name] for name in self.columns}}
         for values in zip(*named.values(), strict=True):
             yield dict(zip(named, values, strict=True))
 
     def take(self, positions: Int[Tensor, "n"]) -> TrustTable:
-        """The rows at some positions, in that order."""
+        """The rows at the given positions, in the given order."""
         return replace(
             self,
             ids=tuple(self.ids[i] for i in positions.tolist()),
@@ -98,29 +99,29 @@ class TrustTable:
         )
 
     def where(self, mask: Bool[Tensor, "B"]) -> TrustTable:
-        """The rows that a mask marks."""
+        """The rows for which the mask is True."""
         return self.take(mask.nonzero().squeeze(1))
 
     def find(self, ids: Sequence[int | str]) -> TrustTable:
-        """The rows of these ids, in the order asked."""
+        """The rows with the given ids, in the given order."""
         place = {name: row for row, name in enumerate(self.ids)}
         missing = [name for name in ids if name not in place]
         if missing:
-            raise KeyError(f"The table has no rows for the ids {missing[:5]}; it holds {len(self)} others.")
+            raise KeyError(f"The table has no rows for the ids {missing[:5]}; it has {len(self)} rows.")
         return self.take(torch.tensor([place[name] for name in ids], dtype=torch.int64))
 
     def to_pandas(self) -> Any:
-        """A DataFrame (pandas must be installed)."""
+        """Convert to a pandas DataFrame; pandas must be installed."""
         import pandas as pd
 
         return pd.DataFrame({"id": self["id"], **{name: self[name] for name in self.columns}})
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV file with a header, whole or not at all."""
+        """Write a CSV file with a header, atomically."""
         write_records(path, list(self.rows()), ["id", *self.columns])
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write one JSON object per line, whole or not at all; null where a number is not finite."""
+        """Write one JSON object per line, atomically. NaN and infinity become null."""
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in self.rows()]
         with files.replacing(Path(path)) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
@@ -131,7 +132,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_records(path: str | os.PathLike[str], records: Sequence[Mapping[str, Any]], header: Sequence[str]) -> None:
-    """Write dictionaries as CSV, whole or not at all."""
+    """Write dictionaries as a CSV file, atomically."""
     with (
         files.replacing(Path(path)) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,

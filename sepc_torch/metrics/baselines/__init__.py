@@ -1,8 +1,9 @@
-r"""The scores that one would otherwise take: plain baselines on logits and embeddings, each as its authors define it.
+r"""Baseline confidence scores from the literature, each as its authors define it.
 
-All of them are larger for what is more to be trusted, one float64 value per sample. Scores of logits are functions.
-Scores of embeddings are learnt, ``fit(z, y)``, then asked with the predicted labels, ``score(z, predicted)``; most do
-not look at the latter. :func:`baseline_scores` gives them all at once. Labels are 0 to C - 1, and every class occurs.
+A score is one float64 value per sample; a higher score means more trust. Scores of logits are functions
+(:mod:`~sepc_torch.metrics.baselines.softmax`). Scores of embeddings are classes: ``fit(z, y)`` learns from training
+embeddings and labels, ``score(z, predicted)`` scores new embeddings; most classes ignore ``predicted``. Labels are
+0 to C - 1, and every class must occur in the training set. :func:`baseline_scores` computes all scores in one call.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ def baseline_scores(
     calibration: tuple[Float[Tensor, "M C"], Int[Tensor, "M"]] | None = None,
     classifier: tuple[Float[Tensor, "C D"], Float[Tensor, "C"]] | None = None,
 ) -> dict[str, Float[Tensor, "B"]]:
-    """Every baseline that the inputs allow, by name; larger is more to be trusted.
+    """Compute every baseline score that the inputs allow.
 
     Args:
         train_z: Training embeddings.
-        train_y: Their labels.
+        train_y: Training labels.
         test_z: Embeddings to score.
-        test_logits: What the network says of them; its label is the largest.
-        train_logits: What it says of the training set, for ``vim``.
-        calibration: Logits and labels of samples that trained nothing, for ``scaled_softmax``.
-        classifier: Weight and bias of the last layer, for the origin of ``vim``.
+        test_logits: Logits of ``test_z``; the predicted label is their argmax.
+        train_logits: Logits of ``train_z``; needed for ``vim``.
+        calibration: Logits and labels of held-out samples; needed for ``scaled_softmax``.
+        classifier: Weight and bias of the last layer; the origin of ``vim`` is the mean embedding without it.
+
+    Returns:
+        The scores by name; a higher score means more trust.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(0)

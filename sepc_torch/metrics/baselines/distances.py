@@ -1,4 +1,7 @@
-"""Gaussians, ellipsoids and subspaces as scores of embeddings; larger is more to be trusted."""
+"""Embedding scores from Gaussians, ellipsoids and subspaces: Mahalanobis, DDU, one ellipsoid per class, ViM.
+
+A higher score means more trust.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from sepc_torch.metrics.baselines.shared import class_means, other_over_own, squ
 from sepc_torch.metrics.baselines.softmax import energy, max_logit
 from sepc_torch.shapes import Float, Int
 
-# The ridge of a Gaussian per class, a share of the mean variance. The authors add as little as a Cholesky factor needs;
-# with about as many points as dimensions such a density tells unknowns far worse than with this (AUROC 0.69 against
-# 0.88, 60 points in 64 dimensions), and with five times as many points this changes nothing (0.966).
+# Default ridge of the per-class covariances, as a fraction of the mean variance. The authors of DDU add only what the
+# Cholesky factorisation needs. A class with about as many points as dimensions then has directions of almost zero
+# variance, and these dominate the density. One per cent bounds their effect and is negligible for larger classes.
 _RIDGE = 1e-2
 
 
@@ -24,8 +27,8 @@ class Mahalanobis:
 
     .. math:: -\min_c (z - \mu_c)^\top \Sigma^+ (z - \mu_c)
 
-    One covariance :math:`\Sigma` serves all classes. With ``unit_length`` all embeddings are first scaled to length
-    one: Mahalanobis++ (Mueller and Hein 2025). Directions in which no class varies are not seen.
+    All classes share one covariance :math:`\Sigma`. With ``unit_length`` all embeddings are first scaled to length one:
+    Mahalanobis++ (Mueller and Hein 2025). The pseudo-inverse ignores directions in which no class varies.
 
     >>> z = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 4.0], [0.0, 6.0]])
     >>> Mahalanobis.fit(z, torch.tensor([0, 0, 1, 1])).score(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).round(decimals=9)
@@ -47,19 +50,21 @@ class Mahalanobis:
         return cls(origin, whiten, (means - origin) @ whiten, unit_length)
 
     def distances(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        r"""The squared distance to every class."""
+        """Squared Mahalanobis distance to every class."""
         points = z.detach().double()
         points = unit(points) if self.unit_length else points
         return squared_distances((points - self.origin) @ self.whitener, self.means)
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"] | None = None) -> Float[Tensor, "B"]:
-        """Minus the squared distance to the nearest class."""
+        """Minus the squared distance to the nearest class; ``predicted`` is ignored."""
         return -self.distances(z).amin(dim=1)
 
 
 @dataclass(frozen=True, eq=False)
 class RelativeMahalanobis:
-    r"""Mahalanobis against one Gaussian of all data (Ren et al. 2021), :math:`-\min_c (d_c^2(z) - d_0^2(z))`.
+    r"""Relative Mahalanobis score (Ren et al. 2021), :math:`-\min_c (d_c^2(z) - d_0^2(z))`.
+
+    :math:`d_c` is the Mahalanobis distance to class c, :math:`d_0` the distance to one Gaussian of all training points.
 
     >>> z = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 4.0], [0.0, 6.0]])
     >>> RelativeMahalanobis.fit(z, torch.tensor([0, 0, 1, 1])).score(torch.tensor([[0.0, 0.0]])).round(decimals=4)
@@ -76,7 +81,7 @@ class RelativeMahalanobis:
         return cls(within, Mahalanobis.fit(z, torch.zeros_like(y), unit_length=unit_length))
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"] | None = None) -> Float[Tensor, "B"]:
-        """How much nearer the nearest class is than the whole."""
+        """Squared distance to the Gaussian of all points minus that to the nearest class; ``predicted`` is ignored."""
         return self.within.score(z) - self.background.score(z)
 
 
@@ -84,8 +89,8 @@ class RelativeMahalanobis:
 class Gaussians:
     r"""Log density of a Gaussian per class (DDU, Mukhoti et al. 2023), :math:`\log \sum_c \pi_c N(z; \mu_c, \Sigma_c)`.
 
-    ``ridge`` times the mean variance within classes is added to every :math:`\Sigma_c`, so that a class of fewer points
-    than dimensions, or of one, has a density too.
+    ``ridge`` times the mean within-class variance is added to the diagonal of every :math:`\Sigma_c`. A class with
+    fewer points than dimensions, even with one point, then has a density.
 
     >>> z, y = torch.tensor([[-1.0], [1.0], [9.0], [11.0]]), torch.tensor([0, 0, 1, 1])
     >>> Gaussians.fit(z, y, ridge=0.0).score(torch.tensor([[0.0]]))  # log(1/2) - log(2 pi 2) / 2
@@ -111,7 +116,7 @@ class Gaussians:
         return cls(means, factors, (torch.bincount(labels).double() / len(labels)).log())
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"] | None = None) -> Float[Tensor, "B"]:
-        """The log density of all classes together."""
+        """Log density of the mixture; ``predicted`` is ignored."""
         points = z.detach().double()
         constant = 0.5 * points.shape[1] * math.log(2.0 * math.pi)
         logs = []
@@ -123,7 +128,7 @@ class Gaussians:
 
 @dataclass(frozen=True, eq=False)
 class OneEllipsoid:
-    r"""One minimum-volume ellipsoid per class: SEP-C without the partition.
+    """One minimum-volume ellipsoid per class: SEP-C without the partition.
 
     >>> z = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     >>> found = OneEllipsoid.fit(torch.cat([z, z + 8.0]), torch.arange(8) // 4)
@@ -138,8 +143,8 @@ class OneEllipsoid:
     def fit(
         cls, z: Float[Tensor, "N D"], y: Int[Tensor, "N"], *, tol: float = 1e-4, floor: float = 0.0
     ) -> OneEllipsoid:
-        """Solve one program per class; ``tol`` and ``floor`` are those of ``minimum_volume_ellipsoid``."""
-        from sepc_torch.solvers import minimum_volume_ellipsoid  # needs SciPy, which the scores do not
+        """Fit one ellipsoid per class; ``tol`` and ``floor`` are passed to ``minimum_volume_ellipsoid``."""
+        from sepc_torch.solvers import minimum_volume_ellipsoid  # needs SciPy; the other scores do not
 
         points, labels, classes = training(z, y)
         found = [
@@ -149,7 +154,7 @@ class OneEllipsoid:
         return cls(centers.to(points), torch.stack([torch.from_numpy(e.whitener) for e in found]).to(points))
 
     def distances(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """The distance to every class's ellipsoid, 1 on its surface."""
+        """Distance to the ellipsoid of every class; 1 is the surface."""
         points = z.detach().double()
         pairs = zip(self.centers, self.whiteners, strict=True)
         return torch.stack([((points - center) @ whitener.T).norm(dim=1) for center, whitener in pairs], dim=1)
@@ -159,7 +164,7 @@ class OneEllipsoid:
         return -self.distances(z).gather(1, predicted.long().unsqueeze(1)).squeeze(1)
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """Distance to the nearest ellipsoid of another class, over that to the predicted class's."""
+        """Distance to the nearest ellipsoid of another class, divided by that to the predicted class's ellipsoid."""
         return other_over_own(self.distances(z), predicted)
 
 
@@ -167,9 +172,9 @@ class OneEllipsoid:
 class ViM:
     r"""Virtual-logit matching (Wang et al. 2022), :math:`\log \sum_c e^{l_c} - \alpha \|R^\top (z - o)\|`.
 
-    The columns of R span what the principal space of the training embeddings leaves over, and :math:`\alpha` makes the
-    residual as large as the largest logit, on average over the training set. The origin o is :math:`-W^+ b` of the last
-    layer, or the mean embedding where that is unknown.
+    The columns of R span the orthogonal complement of the principal space of the training embeddings. The factor
+    :math:`\alpha` scales the mean residual of the training set to the mean of its largest logits. The origin o is
+    :math:`-W^+ b` of the last layer, or the mean embedding if the last layer is not given.
 
     >>> z = torch.tensor([[-2.0, 0.1], [2.0, 0.1], [-2.0, -0.1], [2.0, -0.1]])
     >>> found = ViM.fit(z, logits := torch.cat([z[:, :1], -z[:, :1]], dim=1))
@@ -194,10 +199,11 @@ class ViM:
 
         Args:
             z: Training embeddings.
-            logits: What the network says of them.
-            classifier: Weight and bias of the layer that makes logits of embeddings.
-            principal: Dimension of the principal space. The authors take 1000 of at least 2048 features and 512 of
-                fewer; of no more than 512, half, as OpenOOD and pytorch-ood do.
+            logits: Logits of ``z``.
+            classifier: Weight and bias of the last layer, which maps embeddings to logits.
+            principal: Dimension of the principal space. The default is 1000 for at least 2048 features and 512 for
+                fewer, as the authors choose; for at most 512 features it is half of them, as in OpenOOD and
+                pytorch-ood.
         """
         points = z.detach().double()
         dim = points.shape[1]
@@ -205,7 +211,7 @@ class ViM:
             principal = 1000 if dim >= 2048 else 512 if dim > 512 else dim // 2
         if not 0 <= principal < dim:
             raise ValueError(
-                f"principal is a dimension from 0 to {dim - 1}, below that of the embeddings; got {principal}."
+                f"principal must lie between 0 and {dim - 1}, below the dimension of the embeddings; got {principal}."
             )
         if classifier is None:
             origin = points.mean(dim=0)
@@ -218,5 +224,5 @@ class ViM:
         return cls(origin, residual, float(max_logit(logits.detach()).mean() / size))
 
     def score(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
-        """The energy of the logits less that of the residual."""
+        """Energy of the logits minus the virtual logit, which is ``alpha`` times the norm of the residual."""
         return energy(logits.detach()) - self.alpha * ((z.detach().double() - self.origin) @ self.residual).norm(dim=1)

@@ -1,4 +1,4 @@
-"""Training points as scores of embeddings; larger is more to be trusted."""
+"""Embedding scores from nearest training points: k-NN distance and TrustScore; a higher score means more trust."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sepc_torch.shapes import Float, Int
 
 @dataclass(frozen=True, eq=False)
 class NearestNeighbours:
-    r"""Minus the distance to the k-th nearest training point, all scaled to length one (Sun et al. 2022).
+    """Minus the distance to the k-th nearest training point, all points scaled to length one (Sun et al. 2022).
 
-    The authors choose k on validation data: 50 for the 50 000 points of CIFAR-10. By default it is in that proportion.
+    The authors choose k on validation data: 50 for the 50 000 points of CIFAR-10. The default keeps that proportion.
 
     >>> z = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     >>> NearestNeighbours.fit(z, torch.tensor([0, 1]), k=1).score(torch.tensor([[3.0, 0.0], [-1.0, 0.0]]))
@@ -28,25 +28,26 @@ class NearestNeighbours:
 
     @classmethod
     def fit(cls, z: Float[Tensor, "N D"], y: Int[Tensor, "N"], *, k: int | None = None) -> NearestNeighbours:
-        """Keep the training embeddings; ``k`` is at most their number, by default one in a thousand of them."""
+        """Store the training embeddings; the default ``k`` is N / 1000, and ``k`` is capped at N."""
         points, _, _ = training(z, y)
         k = max(1, round(len(points) / 1000)) if k is None else count(k, "k", least=1)
         return cls(unit(points), min(k, len(points)))
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"] | None = None) -> Float[Tensor, "B"]:
-        """Minus the distance to the k-th neighbour."""
+        """Minus the distance to the k-th neighbour; ``predicted`` is ignored."""
         return -neighbour_distance(unit(z.detach().double()), self.points, self.k)
 
 
 @dataclass(frozen=True, eq=False)
 class TrustScore:
-    r"""The trust score of Jiang et al. (2018): distance to the nearest other class, over that to the predicted class.
+    r"""TrustScore (Jiang et al. 2018): distance to the nearest other class divided by that to the predicted class.
 
     .. math:: \min_{c \ne p} d_c(z) \,/\, d_p(z)
 
-    :math:`d_c` is the distance to the nearest point of class c in the paper (``neighbour=1``); the authors' code takes
-    the second nearest, so that a training point is not its own neighbour, and so do we by default. ``alpha`` drops that
-    share of each class, those with the farthest k-th neighbour; 0, their default, keeps all.
+    In the paper :math:`d_c` is the distance to the nearest point of class c (``neighbour=1``). The authors' code takes
+    the second nearest, so that a training point is not its own neighbour; ``neighbour=2`` is the default here too.
+    ``alpha`` is the fraction of each class that ``fit`` drops: the points with the farthest k-th neighbour. The
+    authors' default, 0, keeps all points.
 
     >>> z, y = torch.tensor([[0.0], [1.0], [5.0], [6.0]]), torch.tensor([0, 0, 1, 1])
     >>> TrustScore.fit(z, y, neighbour=1).score(torch.tensor([[2.0], [2.0]]), torch.tensor([0, 1]))
@@ -61,24 +62,24 @@ class TrustScore:
     def fit(
         cls, z: Float[Tensor, "N D"], y: Int[Tensor, "N"], *, k: int = 10, alpha: float = 0.0, neighbour: int = 2
     ) -> TrustScore:
-        """Keep the training embeddings, without the ``alpha`` of each class that lie in the thinnest places."""
+        """Store the training embeddings, without the fraction ``alpha`` of each class where the density is lowest."""
         points, labels, classes = training(z, y)
         if not 0.0 <= alpha < 1.0:
-            raise ValueError(f"alpha is a share of at least 0 and below 1, got {alpha}.")
+            raise ValueError(f"alpha must be at least 0 and below 1, got {alpha}.")
         kept = torch.ones(len(points), dtype=torch.bool, device=points.device)
         for c in range(classes) if alpha > 0 else ():
             own = points[labels == c]
-            # The k-th neighbour counts the point itself as the first, as the authors' code does.
+            # The point itself counts as its first neighbour, as in the authors' code.
             radius = neighbour_distance(own, own, min(count(k, "k", least=1), len(own)))
             kept[labels == c] = radius <= radius.quantile(1.0 - alpha)
         return cls(points[kept], labels[kept], count(neighbour, "neighbour", least=1))
 
     def distances(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """The distance to every class; one of fewer points than ``neighbour`` is as far as its farthest."""
+        """Distance to every class; to its farthest point if the class has fewer than ``neighbour`` points."""
         points = z.detach().double()
         members = [self.points[self.labels == c] for c in range(int(self.labels.max()) + 1)]
         return torch.stack([neighbour_distance(points, own, min(self.neighbour, len(own))) for own in members], dim=1)
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """Distance to the nearest class other than the predicted, over the distance to the predicted."""
+        """Distance to the nearest class other than the predicted one, divided by that to the predicted class."""
         return other_over_own(self.distances(z), predicted)

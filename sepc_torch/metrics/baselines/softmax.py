@@ -1,4 +1,4 @@
-"""Scores of logits, as their authors define them; larger is more to be trusted."""
+"""Logit scores: maximum softmax, entropy, maximum logit, energy and GEN; a higher score means more trust."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sepc_torch.shapes import Float
 
 
 def max_softmax(logits: Float[Tensor, "B C"], temperature: float = 1.0) -> Float[Tensor, "B"]:
-    r"""The largest softmax probability (Hendrycks and Gimpel 2017), :math:`\max_c \mathrm{softmax}(l / T)_c`.
+    r"""Largest softmax probability (Hendrycks and Gimpel 2017), :math:`\max_c \mathrm{softmax}(l / T)_c`.
 
-    >>> max_softmax(torch.tensor([[0.0, math.log(3.0)]]))
+    >>> max_softmax(torch.tensor([[1.0, 3.0]]).log())
     tensor([0.7500], dtype=torch.float64)
     """
     return (logits.double() / positive(temperature, "temperature", "logits")).softmax(dim=1).amax(dim=1)
@@ -28,7 +28,7 @@ def entropy(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
 
 
 def max_logit(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
-    r"""The largest logit (Hendrycks et al. 2022), :math:`\max_c l_c`.
+    r"""Largest logit (Hendrycks et al. 2022), :math:`\max_c l_c`.
 
     >>> max_logit(torch.tensor([[1.0, 4.0]]))
     tensor([4.], dtype=torch.float64)
@@ -52,7 +52,8 @@ def gen(logits: Float[Tensor, "B C"], gamma: float = 0.1, m: int = 100) -> Float
     tensor([-1.], dtype=torch.float64)
     """
     p = logits.double().softmax(dim=1).sort(dim=1, descending=True).values
-    # One minus the likeliest is the sum of the others: as a difference its rounding would show in a power below one.
+    # 1 - p of the likeliest class is computed as the sum of the other p: a power below one amplifies the rounding error
+    # of the difference.
     others = torch.cat([p[:, 1:].sum(dim=1, keepdim=True), 1.0 - p[:, 1:]], dim=1)
     terms = (p * others).pow(gamma)
     return -terms[:, : count(m, "m", least=1)].sum(dim=1)

@@ -1,45 +1,48 @@
-r"""Distances that decide, at the speed of float16: screen all, compute again the few that matter.
+r"""Screening kernels: float16 estimates of all distances, and accurate distances where the decision needs them.
 
-Three kernels take turns. The first estimates every distance by one product of float16 numbers. The second holds each
-estimate against its bound (:mod:`sepc_torch.model.kernels.bounds`) and lists the pairs of row and ellipsoid for which the
-exact number matters. The third computes these with the arithmetic of :mod:`sepc_torch.model.kernels.fused` and writes them
-over the estimates. Whoever reads the result as if all of it were exact decides as if it were; a pair matters if
+1. ``_estimate`` computes every distance by one float16 product.
+2. ``_select`` compares each estimate with its error bound (:class:`~sepc_torch.model.kernels.tables.Rounded`) and lists
+   the pairs of row and ellipsoid whose accurate distance can matter.
+3. ``_refine`` computes the listed distances with the arithmetic of :mod:`sepc_torch.model.kernels.distances` and
+   overwrites the estimates.
+
+Decisions from the resulting distances equal decisions from accurate distances. A pair can matter if
 
 - the estimate leaves open whether the ellipsoid holds the row,
-- it may be the nearest of its class, and that class the nearest or the second, or the class of the given label,
-- it may be the nearest of its class, and the row may lie in several ellipsoids or be equally near to several: then the
-  label is that of a majority, which may be of any class.
+- the ellipsoid may be the nearest of its class, and the class may be the nearest, the second nearest, or that of the
+  given label,
+- the ellipsoid may be the nearest of its class, and the row may lie in several ellipsoids or be equally near to
+  several: then the label is that of a majority, which may be any class.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.model.kernels.bounds import Screen
-from sepc_torch.model.kernels.fused import program_shape, tile_distance, tile_size
-from sepc_torch.model.kernels.lookup import LAYOUT, LIMIT
-from sepc_torch.model.kernels.nearest import two_least
-from sepc_torch.model.kernels.resolving import room_for
-from sepc_torch.model.kernels.splitting import TOP, Split
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.model.kernels.decide import two_least
+from sepc_torch.model.kernels.distances import program_shape, tile_distance, tile_scale
+from sepc_torch.model.kernels.launch import jit
+from sepc_torch.model.kernels.tables import TOP, Rounded, Split
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
 
-# What may be equally near, with the rounding of this comparison itself.
+_LIMIT = 1.0 + SURFACE_TOLERANCE
+# Distances that may be equally near, with the rounding of the comparison itself.
 _SLACK = 1.0 + 4.0 * NEAREST_TIE
-# Programs of the last kernel for all ellipsoids together, and for one of them.
-_PROGRAMS = 16384
-_MOST_OF_ONE = 256
+# Program shapes that were fastest on an H200: rows and warps of a program, programs of the last kernel in all and per
+# ellipsoid.
 _ROWS = 128
-_ESTIMATE_ROWS = 128
 _WARPS = 4
-# Counters stand so many numbers apart: in one cache line they would all wait for each other.
-_APART = 32
+_PROGRAMS = 16384
+_PROGRAMS_PER_ELLIPSOID = 256
+# Numbers between counters: counters in one cache line would serialise their atomic additions.
+_COUNTER_STRIDE = 32
 
 
-@triton.jit(do_not_specialize=["points", "count"])
+@jit(do_not_specialize=["points", "count"])
 def _estimate(
     z, origin, feature_scale, matrix, bias, unit, out, norms,
     reach, points, count, dim, row_stride, column_stride,
@@ -49,32 +52,32 @@ def _estimate(
     live = row < points
     i = tl.arange(0, block)
     start = z + row[:, None].to(tl.int64) * row_stride
-    size, norm, whole = tile_size(start, live, origin, feature_scale, dim, column_stride, reach, block, 1)
-    factor = (top / size)[:, None]
+    scale, norm, whole = tile_scale(start, live, origin, feature_scale, dim, column_stride, reach, block, 1)
+    factor = (top / scale)[:, None]
     x = (whole * factor).to(tl.float16)
     tl.store(norms + row, norm, mask=live)
     for k in range(count):
         y = tl.dot(x, tl.load(matrix + k * block * block + i[:, None] * block + i[None, :]))
         y -= factor * tl.load(bias + k * block + i)[None, :]
-        estimate = tl.sqrt(tl.sum(y * y, axis=1)) * (size / top) * tl.load(unit + k)
+        estimate = tl.sqrt(tl.sum(y * y, axis=1)) * (scale / top) * tl.load(unit + k)
         tl.store(out + k * points + row, estimate, mask=live)
 
 
-@triton.jit
-def _bounded(d, norm, slope, offset, k, relative: tl.constexpr):
-    """The least and the greatest that the distances behind estimates can be; what is not a number may be anything."""
+@jit
+def _bounds(d, norm, slope, offset, k, relative: tl.constexpr):
+    """Lower and upper bound of the distances behind estimates; infinite bounds if the estimate is NaN."""
     error = tl.load(slope + k) * norm + tl.load(offset + k) + relative * d
     least, greatest = d - error, d + error
     least = tl.where(least == least, least, float("-inf"))
     return least, tl.where(greatest == greatest, greatest, float("inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "classes"])
+@jit(do_not_specialize=["rows", "classes"])
 def _select(
     estimate, norms, slope, offset, given, starts, upper, lists, used,
     rows, classes,
-    relative: tl.constexpr, slack: tl.constexpr, judging: tl.constexpr, tile: tl.constexpr, apart: tl.constexpr,
-    _layout: tl.constexpr,
+    relative: tl.constexpr, limit: tl.constexpr, slack: tl.constexpr, judging: tl.constexpr, tile: tl.constexpr,
+    apart: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     live = row < rows
@@ -82,7 +85,7 @@ def _select(
     unset = tl.full([tile], float("inf"), tl.float32)
     zero = row * 0
 
-    # The two least lower bounds, of every class the least upper bound, and the two least of these.
+    # The two least lower bounds of all ellipsoids; the least upper bound of each class, and the two least of those.
     least, second, place = unset, unset, zero
     nearest_class, second_class = unset, unset
     possible, certain = zero, zero
@@ -90,9 +93,9 @@ def _select(
         bound = unset
         for k in tl.range(tl.load(starts + c), tl.load(starts + c + 1), loop_unroll_factor=4):
             d = tl.load(estimate + k * rows + row, mask=live, other=0.0)
-            low, high = _bounded(d, norm, slope, offset, k, relative)
-            possible += (low <= LIMIT).to(tl.int32)
-            certain += (high <= LIMIT).to(tl.int32)
+            low, high = _bounds(d, norm, slope, offset, k, relative)
+            possible += (low <= limit).to(tl.int32)
+            certain += (high <= limit).to(tl.int32)
             least, place, second = two_least(low, k, least, place, second)
             bound = tl.minimum(bound, high)
         tl.store(upper + c * rows + row, bound, mask=live)
@@ -109,13 +112,13 @@ def _select(
         enough = tl.where(any_class | (theirs == c), enough, tl.minimum(enough, second_class)) * slack
         for k in tl.range(tl.load(starts + c), tl.load(starts + c + 1), loop_unroll_factor=4):
             d = tl.load(estimate + k * rows + row, mask=live, other=0.0)
-            low, high = _bounded(d, norm, slope, offset, k, relative)
-            matters = live & ((low <= enough) | ((low <= LIMIT) & (high > LIMIT)))
+            low, high = _bounds(d, norm, slope, offset, k, relative)
+            matters = live & ((low <= enough) | ((low <= limit) & (high > limit)))
             position = tl.atomic_add(used + k * apart + zero, 1, mask=matters, sem="relaxed")
             tl.store(lists + k * rows + position, row, mask=matters)
 
 
-@triton.jit(do_not_specialize=["points"])
+@jit(do_not_specialize=["points"])
 def _refine(
     z, origin, feature_scale, centers, high, low, row_scale, lists, used, out,
     reach, points, dim, row_stride, column_stride,
@@ -128,70 +131,70 @@ def _refine(
         live = at < number
         row = tl.load(lists + k * points + at, mask=live, other=0)
         start = z + row[:, None].to(tl.int64) * row_stride
-        size, _, whole = tile_size(start, live, origin, feature_scale, dim, column_stride, reach, block, 1)
+        scale, _, whole = tile_scale(start, live, origin, feature_scale, dim, column_stride, reach, block, 1)
         distance = tile_distance(
-            start, live, whole, size, k, origin, feature_scale, centers, high, low, row_scale, dim, column_stride,
+            start, live, whole, scale, k, origin, feature_scale, centers, high, low, row_scale, dim, column_stride,
             top, block, 1,
         )  # fmt: skip
         tl.store(out + k * points + row, distance, mask=live)
 
 
-def estimate(
+def estimate_into(
     z: Tensor,
     origin: Float[Tensor, "D"],
     bank: Split,
-    coarse: Screen,
+    coarse: Rounded,
     out: Float[Tensor, "K B"],
     norms: Float[Tensor, "B"],
 ) -> None:
-    """Distances from one product of float16 numbers, and the norms of the points, which bounds need."""
+    """Write the float16 estimates of all distances, and the norms of the points, which the error bounds need."""
     points, dim = z.shape
     count, block = bank.centers.shape
-    _estimate[(-(-points // _ESTIMATE_ROWS),)](
+    _estimate[(-(-points // _ROWS),)](
         z, origin, bank.feature_scale, coarse.matrix, coarse.bias, coarse.unit, out, norms,
         bank.reach, points, count, dim, z.stride(0), z.stride(1),
-        top=TOP, block=block, rows=_ESTIMATE_ROWS, num_warps=_WARPS, num_stages=3,
+        top=TOP, block=block, rows=_ROWS, num_warps=_WARPS, num_stages=3,
     )  # fmt: skip
 
 
-def screened(
+def screened_distances(
     z: Tensor,
     given: Int[Tensor, "B"] | None,
     origin: Float[Tensor, "D"],
     bank: Split,
-    coarse: Screen,
+    coarse: Rounded,
     starts: Int[Tensor, "S"],
-) -> tuple[Float[Tensor, "R B"], Int[Tensor, "K"]]:
-    """Distances of which those that matter are accurate, with room for patterns, and how many of every ellipsoid are.
+) -> tuple[Float[Tensor, "K B"], Int[Tensor, "K"]]:
+    """Distances that are accurate wherever the decision needs them, and the number of accurate ones per ellipsoid.
 
     Args:
         z: Points.
-        given: Labels whose margin matters too.
-        origin: What the centres are relative to.
-        bank: Ellipsoids by class, of at most 64 dimensions: more do not fit the first kernel's registers.
-        coarse: The same, rounded.
-        starts: Where each class begins.
+        given: Labels whose margin is needed too.
+        origin: The origin of the centres.
+        bank: Ellipsoids sorted by class, of at most 64 dimensions: more do not fit the registers of the first kernel.
+        coarse: The same ellipsoids, rounded.
+        starts: First ellipsoid of each class.
     """
     points, dim = z.shape
     count, block = bank.centers.shape
     classes = len(starts) - 1
-    out = room_for(count, points, origin)
-    room = torch.empty(classes + 1, points, dtype=torch.float32, device=z.device)
+    out = torch.empty(count, points, dtype=torch.float32, device=z.device)
+    upper = torch.empty(classes, points, dtype=torch.float32, device=z.device)
+    norms = torch.empty(points, dtype=torch.float32, device=z.device)
     lists = torch.empty(count, points, dtype=torch.int32, device=z.device)
-    used = torch.zeros(count, _APART, dtype=torch.int32, device=z.device)
-    estimate(z, origin, bank, coarse, out, room[classes])
+    used = torch.zeros(count, _COUNTER_STRIDE, dtype=torch.int32, device=z.device)
+    estimate_into(z, origin, bank, coarse, out, norms)
     _select[(-(-points // _ROWS),)](
-        out, room[classes], coarse.slope, coarse.offset, starts if given is None else given, starts, room, lists, used,
+        out, norms, coarse.slope, coarse.offset, starts if given is None else given, starts, upper, lists, used,
         points, classes,
-        relative=coarse.relative, slack=_SLACK, judging=given is not None, tile=_ROWS, apart=_APART, _layout=LAYOUT,
-        num_warps=_WARPS,
+        relative=coarse.relative, limit=_LIMIT, slack=_SLACK, judging=given is not None, tile=_ROWS,
+        apart=_COUNTER_STRIDE, num_warps=_WARPS,
     )  # fmt: skip
     shape = program_shape(points, count, blocks=1)
-    programs = min(_MOST_OF_ONE, max(1, _PROGRAMS // count), -(-points // shape.rows))
+    programs = min(_PROGRAMS_PER_ELLIPSOID, max(1, _PROGRAMS // count), -(-points // shape.rows))
     _refine[(programs, count)](
         z, origin, bank.feature_scale, bank.centers, bank.high, bank.low, bank.row_scale, lists, used, out,
         bank.reach, points, dim, z.stride(0), z.stride(1),
-        top=TOP, block=block, rows=shape.rows, apart=_APART, num_warps=shape.warps,
-        num_stages=shape.stages,
+        top=TOP, block=block, rows=shape.rows, apart=_COUNTER_STRIDE, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out, used[:, 0]

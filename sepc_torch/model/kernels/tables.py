@@ -1,13 +1,39 @@
-r"""What the rules look up, laid out for a kernel.
+r"""A frozen model in the memory layout of the kernels: split ellipsoids, rounded ellipsoids, and rule tables.
 
-Most rows need one line of a table: a point in one ellipsoid that ellipsoid's counts, a point in several the counts of
-its cell, a point outside those of the nearest ellipsoid expanded to touch it. What only depends on that line is worked
-out beforehand, label and rule included.
+**Split ellipsoids** (:class:`Split`) give float32 accuracy from float16 tensor cores. A number scaled to magnitudes
+around :math:`2^{14}` is the sum of two float16 numbers: ``high`` holds its first eleven bits, ``low`` the next eleven.
+A product of two such sums needs three of the four partial products: high x high, high x low and low x high. The scales
+are powers of two, so scaling rounds nothing:
 
-Membership in K ellipsoids is a pattern of bits, 32 to a word. A cell is found by the hash of its pattern, in a table
-with open addressing, and the pattern is compared to the last bit before it is believed. Only patterns that no training
-point has need the pass over all cells. That pass counts bits: an entry stands for the points of one class in one cell,
-every ellipsoid has a bit for each entry, and the numbers of points are there in binary, a row of bits for each digit.
+- features by :math:`s_i`, so that all features contribute alike to :math:`(z - c) / s`;
+- row j of the upper triangular :math:`R` with :math:`R^\top R = W^\top W` by :math:`t_j`, so that each row uses the
+  range of float16:
+  :math:`d^2 = \sum_j \bigl(t_j \sum_{i \ge j} \tfrac{R_{ji} s_i}{t_j} \tfrac{z_i - c_i}{s_i}\bigr)^2`;
+- each point by its own scale, inside the kernel.
+
+Numbers more than :math:`2^{28}` below the largest of their row lose digits; float32 sums lose them too.
+
+**Rounded ellipsoids** (:class:`Rounded`) let a screening pass use one float16 product instead of three. With
+:math:`\hat R = R \operatorname{diag}(s) / u`, one unit u per ellipsoid, and :math:`x = z / s`, the pass computes
+
+.. math:: \tilde d = u \,\| H \operatorname{fl}_{16}(x) - b \|, \quad H = \operatorname{fl}_{16}(\hat R),\
+   b = \operatorname{fl}_{32}(\hat R c).
+
+By the triangle inequality, and :math:`|\operatorname{fl}_{16}(x_i) - x_i| \le 2^{-11} |x_i|`,
+
+.. math:: |\tilde d - d| \le u \bigl(\|H - \hat R\| + 2^{-11} \|H\| + \gamma \||H|\|\bigr) \|x\|
+   + u \bigl(\|\hat R c - b\| + \gamma \|b\|\bigr) + \rho \tilde d
+
+in spectral norms, where :math:`\gamma` bounds the rounding of sums and :math:`\rho` that of squares and the root. The
+second term also covers the error of the float32-accurate distance itself. A decision outside the bound is therefore the
+decision of that distance.
+
+**Rule tables** (:class:`RuleTables`) hold the result of the rules for every region that contains training points, so
+that most rows need one lookup. A row in one ellipsoid uses the counts of that ellipsoid. A row in several uses the
+counts of its cell, found by a hash of its set of ellipsoids. A row outside uses the counts of the nearest ellipsoid,
+expanded to touch the row. Only sets of ellipsoids that no training point shares need counting, by bit operations: an
+*entry* stands for the points of one class in one cell; every ellipsoid has one bit per entry; the numbers of points are
+stored in binary, one row of bits per digit.
 """
 
 from __future__ import annotations
@@ -22,358 +48,346 @@ from sepc_torch.model import torch_ops
 from sepc_torch.model.rules import TrainingCounts, decided
 from sepc_torch.shapes import Array, Bool, Float, Int
 
-WORD = 32
-_LOW = np.int64(2**WORD - 1)
-# An odd number below 2^63 with its bits well mixed; the kernel multiplies by the same.
-MULTIPLIER = 0x2545F4914F6CDD1D
-# The same for 32 bits: how far lanes are apart, and by how much to shift and to multiply, in turns.
-LANE_STEP = 0x9E3779B9
-LANE_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
-# Slots for each pattern: with so many free, few patterns need a second look.
-_ROOM = 4
-# Entries of the merged distances, of 20 or 24 bytes: above, a kernel searches the classes one after another.
-_MOST_MERGED = 2**24
-# Sections begin at multiples of so many words, so that they hold numbers of any size.
-_ALIGNED = 4
-# Ellipsoids whose entries are laid out at once: each takes a byte for every entry.
-_AT_ONCE = 64
-# Digits of the numbers of points that all entries have room for beforehand; higher ones have only the heavy words.
-LOW_DIGITS = 3
-# Words of the tables that one instruction of a warp brings near; there is a whole number of them.
-PAGE = 1024
-# Numbers by which the merged distances of an ellipsoid are divided into parts of the same length.
-GUIDE = 256
+# The largest magnitude after scaling. Float16 ends at 2^16, and sums of products stay far within float32.
+TOP = 2.0**14
+# Tensor cores multiply blocks of at least 16; beyond 64 features the kernel works block by block.
+_SMALLEST_BLOCK = 16
+_LARGEST_BLOCK = 64
+# Half a unit in the last place of float16, and the least float16 number in units of TOP.
+_HALF_UNIT = 2.0**-11
+_LEAST_UNIT = 2.0**-38
+# Rounding of sums on tensor cores: four float32 units for every addition that can round, and as much again for the two
+# other products of the accurate distance.
+_SUM_UNIT = 3.0 * 2.0**-21
+# Squarings of a matrix before its Frobenius norm: the bound exceeds the spectral norm by at most D^(1/128).
+_SQUARINGS = 5
+_WORD = 32
+# Slots per cell of the hash table. At a load of at most 1/4, few cells need a second probe.
+_SLOTS_PER_CELL = 4
+# Ellipsoids whose entries are packed at a time: each takes one byte per entry.
+_ELLIPSOIDS_AT_ONCE = 64
+# The verdict of a region in which several classes tie for the majority: the distances of the row must decide.
+TIED = -1
 
-# What a table of words begins with: sizes, and where its sections begin.
-SIZES = (
-    "ellipsoids", "classes", "most_words", "digits", "size", "slot_mask", "probes", "lane_slot_mask",
-)  # fmt: skip
-SECTIONS = (
-    "codes", "order", "starts", "totals", "entry_starts", "numbers", "lane_slots", "lane_keys", "verdicts", "trusts",
-    "lane_patterns", "counts", "members", "guide", "merged", "merged_trusts", "patterns", "slots", "keys", "sums",
-    "reach", "ranks", "merged_sums",
-)  # fmt: skip
+
+class Split(NamedTuple):
+    r"""Ellipsoids as pairs of float16 numbers. P is the number of features, padded with zeros to whole blocks.
+
+    ``feature_scale`` (P,) is :math:`1 / s`, ``centers`` (K, P) are in units of s, ``high`` and ``low`` (K, P, P) hold
+    :math:`R_{ji} s_i / t_j` at [k, i, j], ``row_scale`` (K, P) is :math:`t`, and ``reach`` is the largest coordinate of
+    a centre.
+    """
+
+    feature_scale: Float[Tensor, "P"]
+    centers: Float[Tensor, "K P"]
+    high: Tensor
+    low: Tensor
+    row_scale: Float[Tensor, "K P"]
+    reach: float
+
+
+def block_size(dim: int) -> int:
+    """Features per block: a power of two between 16 and 64.
+
+    >>> block_size(5), block_size(40), block_size(200)
+    (16, 64, 64)
+    """
+    return min(max(_SMALLEST_BLOCK, power_of_two(dim)), _LARGEST_BLOCK)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below a positive number.
+
+    >>> power_of_two(1), power_of_two(5), power_of_two(8)
+    (1, 8, 8)
+    """
+    return 1 << (number - 1).bit_length()
+
+
+def power_of_two_above(x: Tensor) -> Tensor:
+    """The least power of two above each number, exactly; a logarithm could round."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(mantissa), exponent)
+
+
+def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> Split:
+    """Split the ellipsoids of a bank, in float64; runs once, whenever the ellipsoids change."""
+    dim = centers.shape[1]
+    block = block_size(dim)
+    padded = -(-dim // block) * block
+    c, w = centers.double(), whiteners.double()
+    if bool(w.tril(-1).count_nonzero()):
+        w = torch.linalg.qr(w, mode="r")[1]
+    # The half width of an ellipsoid along a feature, through its centre, is a typical offset from the centre.
+    width = 1.0 / torch.linalg.vector_norm(w, dim=1)
+    s = power_of_two_above(torch.maximum(c.abs(), width).amax(dim=0))
+    r = w * s
+    t = power_of_two_above(r.abs().amax(dim=2))
+    r = (r * (TOP / t)[:, :, None]).mT
+    high = r.half()
+    pad = padded - dim
+    return Split(
+        feature_scale=torch.nn.functional.pad(1.0 / s, (0, pad)).float(),
+        centers=torch.nn.functional.pad(c / s, (0, pad)).float().contiguous(),
+        high=torch.nn.functional.pad(high, (0, pad, 0, pad)).contiguous(),
+        low=torch.nn.functional.pad((r - high.double()).half(), (0, pad, 0, pad)).contiguous(),
+        row_scale=torch.nn.functional.pad(t / TOP, (0, pad)).float().contiguous(),
+        reach=float((c / s).abs().max()),
+    )
+
+
+class Rounded(NamedTuple):
+    r"""Ellipsoids in float16 and the bound :math:`e = \mathtt{slope}\,\|x\| + \mathtt{offset} + \rho \tilde d`.
+
+    ``matrix`` (K, P, P) holds :math:`H_{ji}` at [k, i, j], ``bias`` (K, P) is b, ``unit`` (K,) is u, ``relative`` is
+    :math:`\rho`. Features are in the units of the bank's :class:`Split`.
+    """
+
+    matrix: Tensor
+    bias: Float[Tensor, "K P"]
+    unit: Float[Tensor, "K"]
+    slope: Float[Tensor, "K"]
+    offset: Float[Tensor, "K"]
+    relative: float
+
+
+def rounded(bank: Split) -> Rounded:
+    """Round the ellipsoids of a bank to float16 and bound the error; norms are computed in float64 and rounded up."""
+    # The triangular factor at [k, i, j], as in the split bank.
+    r = (bank.high.double() + bank.low.double()) * bank.row_scale.double().unsqueeze(1)
+    padded = r.shape[1]
+    u = power_of_two_above(r.abs().amax(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)) / TOP
+    scaled = r / u[:, None, None]
+    matrix = scaled.half()
+    h = matrix.double()
+    exact_bias = torch.einsum("kij,ki->kj", scaled, bank.centers.double())
+    bias = exact_bias.float()
+    size, terms = spectral_bound(h), spectral_bound(h.abs())
+    sums = (padded / 16 + 8) * _SUM_UNIT
+    root = padded**0.5
+    center = torch.linalg.vector_norm(bank.centers.double(), dim=1)
+    slope = spectral_bound(h - scaled) + (_HALF_UNIT + _LEAST_UNIT * root) * size + sums * terms
+    offset = (
+        # Squares below the range of float32 are lost from the norm of a point.
+        2.0**-63 * root * slope
+        + torch.linalg.vector_norm(exact_bias - bias.double(), dim=1)
+        + _LEAST_UNIT * root * bank.reach * size
+        + sums * (torch.linalg.vector_norm(exact_bias, dim=1) + terms * center)
+    )
+    return Rounded(
+        matrix=matrix.contiguous(),
+        bias=bias.contiguous(),
+        unit=u.float(),
+        slope=_rounded_up(slope * u),
+        offset=_rounded_up(offset * u),
+        relative=(padded + 16) * 2.0**-23,
+    )
+
+
+def spectral_bound(matrix: Float[Tensor, "K P P"]) -> Float[Tensor, "K"]:
+    r"""A bound on spectral norms: :math:`\|A\|_2^{2^{m + 1}} = \|(A^\top A)^{2^m}\|_2 \le \|(A^\top A)^{2^m}\|_F`."""
+    gram = matrix.mT @ matrix
+    logarithm = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
+    for step in range(_SQUARINGS + 1):
+        size = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(torch.float64).tiny)
+        logarithm += size.log() / 2**step
+        if step < _SQUARINGS:
+            gram = gram / size[:, None, None]
+            gram = gram @ gram
+    return torch.exp(logarithm / 2) * (1.0 + 1e-6)
+
+
+def _rounded_up(numbers: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
+    """In float32, increased by more than the rounding of a point's norm and of the bound's own arithmetic."""
+    return (numbers * (1.0 + 2.0**-16) + 1e-30).float()
 
 
 class RuleTables(NamedTuple):
-    """What the kernels read besides distances.
+    """Results of the rules for regions with training points, and the bits to count other regions.
+
+    Ellipsoids are sorted by class. A *line* is one ellipsoid (K lines) or one cell (P lines, after them). E is the
+    number of words of entries, S the number of hash slots, M the number of (cell, ellipsoid) pairs. Integers are int32
+    unless said otherwise.
 
     Attributes:
-        words: All tables in one, as int32: a kernel with few arguments is launched sooner.
-        order: The ellipsoids by class (K,). The tables have them in this order.
-        starts: Where each class begins (C + 1,).
-        merged: Whether the distances of the training points are also there for all classes together.
-        double: Whether these distances are in float64.
-        most_words: Words of the entries of a class, at most.
-        heavy_words: Words of those that stand for so many points that more than the low digits are needed.
-        digits: Binary digits of the numbers of points, at most.
+        codes: Class of each ellipsoid (K,).
+        order: Position of each ellipsoid in the model (K,).
+        starts: First ellipsoid of each class (C + 1,).
+        totals: Training points of each class (C,), int64.
+        hashes: A random number per ellipsoid (K,), int64. The hash of a set of ellipsoids is their sum modulo 2^64.
+        keys: Hash of the cell in each slot (S,), int64.
+        slots: The cell in each slot (S,), or -1.
+        cell_starts: First member of each cell in ``cell_members`` (P + 1,).
+        cell_members: The ellipsoids of each cell (M,).
+        verdicts: 2 x label + 1 if the majority in all ellipsoids decides, 2 x label if the majority in any of them
+            decides, :data:`TIED` if neither does (K + P,).
+        counts: Points of each class that decide (K + P, C).
+        sums: Their sums over classes, each count times the total of its class (K + P,), int64.
+        members: Bits of the entries in each ellipsoid (K, E).
+        entry_starts: First word of the entries of each class (C + 1,).
+        digits: Binary digits of the numbers of points, the lowest first (n, E).
+        merged: Sorted distances of the training points of all classes to each ellipsoid (K, C Q), in the model's dtype.
+        merged_counts: Points of the ellipsoid's own class within each of these distances (K, C Q + 1).
+        merged_sums: Sums over all classes within each of these distances (K, C Q + 1), int64.
+        sorted_distances, counts_at: As in :class:`~sepc_torch.model.rules.TrainingCounts`, in the model's order.
+        most_words: The most words of entries that a class has.
+        probes: Slots that a lookup must examine.
     """
 
-    words: Int[Tensor, "N"]
+    codes: Int[Tensor, "K"]
     order: Int[Tensor, "K"]
     starts: Int[Tensor, "C+1"]
-    merged: bool
-    double: bool
+    totals: Int[Tensor, "C"]
+    hashes: Int[Tensor, "K"]
+    keys: Int[Tensor, "S"]
+    slots: Int[Tensor, "S"]
+    cell_starts: Int[Tensor, "P+1"]
+    cell_members: Int[Tensor, "M"]
+    verdicts: Int[Tensor, "L"]
+    counts: Int[Tensor, "L C"]
+    sums: Int[Tensor, "L"]
+    members: Int[Tensor, "K E"]
+    entry_starts: Int[Tensor, "C+1"]
+    digits: Int[Tensor, "n E"]
+    merged: Float[Tensor, "K CQ"]
+    merged_counts: Int[Tensor, "K CQ+1"]
+    merged_sums: Int[Tensor, "K CQ+1"]
+    sorted_distances: Float[Tensor, "K C Q"]
+    counts_at: Int[Tensor, "C Q"]
     most_words: int
-    heavy_words: int
-    digits: int
-
-    @property
-    def entries(self) -> tuple[int, int, int]:
-        """What the entries of a class take at most: words, words with high digits, and digits."""
-        return self.most_words, self.heavy_words, self.digits
-
-    @property
-    def pages(self) -> int:
-        """How many pages the words are."""
-        return self.words.shape[0] // PAGE
+    probes: int
 
 
 def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTables:
-    """Lay out the training counts; done once, whenever they change or move."""
-    sizes, sections = laid_out(training, totals)
-    begin = -(-(len(SIZES) + len(SECTIONS)) // _ALIGNED) * _ALIGNED
-    header, parts = [sizes[name] for name in SIZES], []
-    for name in SECTIONS:
-        header.append(begin)
-        if name in sections:
-            part = sections[name].contiguous().flatten().view(torch.int32)
-            parts.append(torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)))
-            begin += len(parts[-1])
-    head = torch.tensor(header, dtype=torch.int32, device=totals.device)
-    words = torch.cat([torch.nn.functional.pad(head, (0, -len(head) % _ALIGNED)), *parts])
-    words = torch.nn.functional.pad(words, (0, -len(words) % PAGE))
-    double = training.sorted_distances.dtype == torch.float64
-    merged = "merged" in sections
-    heavy = _entry_words((training.counts >= 2**LOW_DIGITS).sum(dim=0)).max()
-    of_entries = sizes["most_words"], int(heavy), sizes["digits"]
-    return RuleTables(words, sections["order"], sections["starts"], merged, double, *of_entries)
-
-
-def laid_out(training: TrainingCounts, totals: Int[Tensor, "C"]) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The sizes and the sections of the tables; integers are int32 unless said otherwise.
-
-    - ``codes`` (K,), ``order`` (K,): the classes of the ellipsoids, which come by class, and where each was before; of
-      exactly equal distances the first in this order is the nearest;
-    - ``starts`` (C + 1,), ``totals`` (C,): where each class begins, and its training points;
-    - ``patterns`` (P, W): the cells as words of bits, one for every ellipsoid;
-    - ``slots`` (S,), ``keys`` (S,) int64: the cell at each place of the hash table, S a power of two, or -1 where there
-      is none, and its hash;
-    - ``lane_patterns`` (P, 32), ``lane_slots``, ``lane_keys``: the same for 32 lanes that share a row, where their
-      words have room for all ellipsoids (:func:`packed_by_lane`). Hashes are of 32 bits; a cell that the lanes do not
-      find at first sight, or whose hash another has too, is as if no training point had its pattern, and counted;
-    - ``members`` (K, E): ellipsoids as words of bits, one for every entry in them; entries come by class;
-    - ``entry_starts`` (C + 1,), ``numbers`` (n, E): where the words of entries of each class begin, and the binary
-      digits of the numbers of points that they stand for, the lowest first;
-    - ``counts`` (K + P, C): the points that vouch in every ellipsoid alone, then in the region of every cell: those in
-      all of its ellipsoids if they have a majority, else those in any of them;
-    - ``sums`` (K + P,) int64: their sums over classes, each count times the points of the class;
-    - ``verdicts`` (K + P,): four times the label, plus one where the majority is that in all ellipsoids, plus two where
-      there is none: the label then has as many points as others, and what is nearest decides;
-    - ``trusts`` (K + P,) float64: the trust in that label;
-    - ``reach`` (K, C, Q): distances of the training points, sorted, in the dtype of the model;
-    - ``ranks`` (C, Q + 1): how many points lie within each of them, none before the first;
-    - ``merged`` (K, C Q): the same distances, all classes together;
-    - ``guide`` (K, G): of these every so manyth (:func:`part`), infinite after the last of them;
-    - ``merged_sums`` (K, C Q + 1) int64, ``merged_trusts`` (K, C Q + 1) float64: the sums over classes of the points
-      within each, and the trust in the ellipsoid's own class.
-    """
+    """Lay out the training counts; runs once, whenever they change or move."""
     device = training.codes.device
-    classes, size = training.sorted_distances.shape[1:]
     order = torch.argsort(training.codes, stable=True)
     codes = training.codes[order]
     cells = training.cells[:, order].cpu().numpy()
-    words = packed(cells)
-    lane_words = packed_by_lane(cells)
-    keys, lane_keys = hashed(words), hashed_by_lane(lane_words)
+    hashes = ellipsoid_hashes(len(codes))
+    keys = cell_keys(cells, hashes)
+    # A row in fewer than two ellipsoids needs no cell.
+    slots, probes = hash_table(keys, np.flatnonzero(cells.sum(axis=1) > 1))
 
     in_all, in_any = torch_ops.region_counts(training.cells, training.cells, training.counts)
     by_all = decided(in_all)
-    in_region = torch.where(by_all[:, None], in_all, in_any)
-    # Points in fewer than two ellipsoids are judged without their cell.
-    shared = np.flatnonzero(cells.sum(axis=1) > 1)
-    slots, probes = hash_table(keys, shared)
-    lane_slots, _ = hash_table(lane_keys, shared[: len(lane_keys)], most=WORD)
-    counts = torch.cat([training.held[order], in_region])
-    label = torch.cat([codes, in_region.argmax(dim=1)])
-    narrow = torch.cat([torch.ones_like(codes), by_all.to(codes.dtype)])
-    torn = torch.cat([torch.zeros_like(codes), (~by_all & ~decided(in_any)).to(codes.dtype)])
-    sums = (counts * totals).sum(dim=1)
-    members, entry_starts, numbers = entries(cells, training.counts.cpu().numpy())
-    sizes = {
-        "ellipsoids": len(codes),
-        "classes": classes,
-        "most_words": int(np.diff(entry_starts).max()),
-        "digits": len(numbers),
-        "size": size,
-        "slot_mask": len(slots) - 1,
-        "probes": probes,
-        "lane_slot_mask": len(lane_slots) - 1,
-    }
-    sections = {
-        "codes": codes.int(),
-        "order": order.int(),
-        "starts": torch.searchsorted(codes, torch.arange(classes + 1, device=device)).int(),
-        "totals": totals.int(),
-        "patterns": torch.from_numpy(words).to(device),
-        "keys": torch.from_numpy(_keys_at(slots, keys)).to(device),
-        "slots": torch.from_numpy(slots).to(device),
-        "lane_patterns": torch.from_numpy(lane_words.view(np.int32)).to(device),
-        "lane_keys": torch.from_numpy(_keys_at(lane_slots, lane_keys)).to(device),
-        "lane_slots": torch.from_numpy(lane_slots).to(device),
-        "entry_starts": torch.from_numpy(entry_starts).to(device),
-        "numbers": torch.from_numpy(numbers).to(device),
-        "members": torch.from_numpy(members).to(device),
-        "counts": counts.int(),
-        "sums": sums,
-        "verdicts": (4 * label + 2 * torn + narrow).int(),
-        "trusts": _trust(counts.gather(1, label[:, None])[:, 0], totals[label], sums),
-        "reach": training.sorted_distances[order],
-        "ranks": torch.nn.functional.pad(training.counts_at, (1, 0)).int(),
-    }
-    if training.sorted_distances.numel() <= _MOST_MERGED:
-        sections |= _merged(sections["reach"], codes, training.counts_at, totals)
-    return sizes, sections
+    counts = torch.cat([training.held[order], torch.where(by_all[:, None], in_all, in_any)])
+    of_cells = torch.where(by_all | decided(in_any), 2 * counts[len(codes) :].argmax(dim=1) + by_all.long(), TIED)
+    members, entry_starts, digits = entries(cells, training.counts.cpu().numpy())
+
+    def there(array: Array) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return RuleTables(
+        codes=codes.int(),
+        order=order.int(),
+        starts=torch.searchsorted(codes, torch.arange(len(totals) + 1, device=device)).int(),
+        totals=totals.long(),
+        hashes=there(hashes),
+        keys=there(np.where(slots >= 0, keys[slots] if len(keys) else 0, 0)),
+        slots=there(slots),
+        cell_starts=there(np.concatenate([[0], np.cumsum(cells.sum(axis=1))]).astype(np.int32)),
+        cell_members=there(np.nonzero(cells)[1].astype(np.int32)),
+        verdicts=torch.cat([2 * codes + 1, of_cells]).int(),
+        counts=counts.int(),
+        sums=(counts * totals).sum(dim=1),
+        members=there(members),
+        entry_starts=there(entry_starts),
+        digits=there(digits),
+        **_merged(training, order, totals),
+        sorted_distances=training.sorted_distances.contiguous(),
+        counts_at=training.counts_at.contiguous(),
+        most_words=max(1, int(np.diff(entry_starts).max())),
+        probes=probes,
+    )
 
 
-def _merged(
-    reach: Float[Tensor, "K C Q"], codes: Int[Tensor, "K"], ranks: Int[Tensor, "C Q"], totals: Int[Tensor, "C"]
-) -> dict[str, Tensor]:
-    distance, place = reach.flatten(1).sort(dim=1)
-    added = ranks.diff(dim=1, prepend=torch.zeros_like(ranks[:, :1])).flatten()
-    classes = torch.arange(len(ranks), device=ranks.device).repeat_interleave(ranks.shape[1])
-    own = added[place] * (classes[place] == codes[:, None])
-    sums = (added * totals[classes])[place]
-    sums, own = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (sums, own))
-    guide = torch.full((len(distance), GUIDE), torch.inf, dtype=distance.dtype, device=distance.device)
-    step = part(distance.shape[1])
-    guide[:, : distance.shape[1] // step] = distance[:, step - 1 :: step]
-    trusts = _trust(own, totals[codes][:, None], sums)
-    return {"guide": guide, "merged": distance, "merged_sums": sums, "merged_trusts": trusts}
-
-
-def part(size: int) -> int:
-    """How many of so many numbers lie between two that guide to them, one of these included.
-
-    >>> part(5120), part(100), 5120 // part(5120) <= GUIDE
-    (20, 1, True)
-    """
-    return size // (GUIDE + 1) + 1
-
-
-def _trust(number: Int[Tensor, "..."], total: Int[Tensor, "..."], sums: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Trust in classes of which so many points vouch, of so many in all; see :mod:`sepc_torch.model.trust`."""
-    own = (number + 1).double() * (total + 1).double()
-    return own / (own + (sums - number * total).double())
+def _merged(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor, "C"]) -> dict[str, Tensor]:
+    """Sorted distances of all classes together, with the counts that a row at each of them sees."""
+    counts_at = training.counts_at
+    distance, place = training.sorted_distances[order].flatten(1).sort(dim=1)
+    added = counts_at.diff(dim=1, prepend=torch.zeros_like(counts_at[:, :1])).flatten()
+    classes = torch.arange(len(counts_at), device=counts_at.device).repeat_interleave(counts_at.shape[1])
+    own = added[place] * (classes[place] == training.codes[order][:, None])
+    weighted = (added * totals[classes])[place]
+    own, weighted = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (own, weighted))
+    return {"merged": distance, "merged_counts": own.int(), "merged_sums": weighted}
 
 
 def addressable(training: TrainingCounts) -> bool:
-    """Whether 32-bit addresses reach every word of the tables."""
-    return _words(training) < 2**31
-
-
-def _words(training: TrainingCounts) -> int:
-    """How many words the tables have, at most."""
+    """Whether 32-bit offsets reach every number of the tables."""
     ellipsoids, classes, size = training.sorted_distances.shape
-    cells, distances, wide = (
-        len(training.cells),
-        training.sorted_distances.numel(),
-        training.sorted_distances.element_size() // 4,
-    )
-    merged = (wide + 4) * distances + (4 + wide * GUIDE) * ellipsoids if distances <= _MOST_MERGED else 0
-    patterns = (ellipsoids // WORD + 1 + lane_bits(ellipsoids)) * cells
-    of_entries = (ellipsoids + WORD) * int(_entry_words((training.counts > 0).sum(dim=0)).sum())
-    counts = classes * (cells + ellipsoids + size + 4) + 2
-    # Codes, order, verdicts, trusts, sums; keys and slots twice, at most eight to a cell; the header, the gaps.
-    others = 7 * ellipsoids + 45 * cells + 2 * _ALIGNED * (len(SIZES) + len(SECTIONS))
-    return wide * distances + merged + patterns + of_entries + counts + others + PAGE
+    entry_words = int(_entry_words((training.counts > 0).sum(dim=0)).sum())
+    lines = ellipsoids + len(training.cells)
+    largest = max(ellipsoids * (classes * size + 1), lines * classes, ellipsoids * entry_words)
+    return largest < 2**31
 
 
-def _entry_words(number: Any) -> Any:
-    """Words for so many entries of each class."""
-    return -(-number // WORD)
+def ellipsoid_hashes(count: int) -> Int[Array, "K"]:
+    """One random 64-bit number per ellipsoid; always the same numbers."""
+    return np.random.default_rng(0).integers(-(2**63), 2**63, size=count, dtype=np.int64)
+
+
+def cell_keys(cells: Bool[Array, "P K"], hashes: Int[Array, "K"]) -> Int[Array, "P"]:
+    """The hash of every cell: the sum of the numbers of its ellipsoids modulo 2^64."""
+    return np.array([hashes[cell].sum() for cell in cells], dtype=np.int64)
+
+
+def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
+    """A hash table with linear probing for some rows of the keys, and the number of probes that a lookup needs."""
+    size = power_of_two(max(_SLOTS_PER_CELL * len(rows), 2))
+    slots = np.full(size, -1, dtype=np.int32)
+    first_choice = keys & (size - 1)
+    probes = 1
+    # Every round, all rows without a slot try the next slot; one row per slot succeeds.
+    while len(rows):
+        wanted = (first_choice[rows] + probes - 1) & (size - 1)
+        _, first = np.unique(wanted, return_index=True)
+        first = first[slots[wanted[first]] < 0]
+        slots[wanted[first]] = rows[first]
+        rows = np.delete(rows, first)
+        probes += 1 if len(rows) else 0
+    return slots, probes
 
 
 def entries(
     cells: Bool[Array, "P K"], counts: Int[Array, "P C"]
 ) -> tuple[Int[Array, "K E"], Int[Array, "C+1"], Int[Array, "n E"]]:
-    """Members, where each class begins, and numbers: an entry for every class in every cell, 32 to a word of a class.
+    """Members, class starts and digits of the entries: one entry per class and cell, 32 entries of a class per word.
 
-    Of every class those with the most points come first: only few words have high digits.
-
-    >>> members, starts, numbers = entries(np.array([[True, False], [True, True]]), np.array([[1, 0], [5, 2]]))
-    >>> members.tolist(), starts.tolist(), numbers.tolist()
-    ([[3, 1], [1, 1]], [0, 1, 2], [[3, 0], [0, 1], [1, 0]])
+    >>> members, starts, digits = entries(np.array([[True, False], [True, True]]), np.array([[1, 0], [5, 2]]))
+    >>> members.tolist(), starts.tolist(), digits.tolist()
+    ([[3, 1], [2, 1]], [0, 1, 2], [[3, 0], [0, 1], [2, 0]])
     """
     label, cell = np.nonzero(counts.T)
-    order = np.lexsort((-counts[cell, label], label))
-    label, cell = label[order], cell[order]
     words = _entry_words(np.bincount(label, minlength=counts.shape[1]))
     starts = np.concatenate([[0], np.cumsum(words)]).astype(np.int32)
-    place = WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
-    room = WORD * int(starts[-1])
-    members = np.zeros((cells.shape[1], room // WORD), dtype=np.int32)
-    for begin in range(0, len(members), _AT_ONCE):
-        held = np.zeros((len(members[begin : begin + _AT_ONCE]), room), dtype=bool)
-        held[:, place] = cells[cell, begin : begin + _AT_ONCE].T
-        members[begin : begin + _AT_ONCE] = packed(held)
+    place = _WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
+    room = _WORD * int(starts[-1])
+    members = np.zeros((cells.shape[1], room // _WORD), dtype=np.int32)
+    for begin in range(0, len(members), _ELLIPSOIDS_AT_ONCE):
+        some = slice(begin, begin + _ELLIPSOIDS_AT_ONCE)
+        inside = np.zeros((len(members[some]), room), dtype=bool)
+        inside[:, place] = cells[cell, some].T
+        members[some] = packed(inside)
     points = np.zeros(room, dtype=np.int64)
     points[place] = counts[cell, label]
     digits = np.arange(int(points.max(initial=0)).bit_length())
     return members, starts, packed(((points >> digits[:, None]) & 1).astype(bool))
 
 
-def packed(cells: Bool[Array, "P K"]) -> Int[Array, "P W"]:
-    """Rows of booleans as words: bit i of word w is column 32 w + i.
+def _entry_words(number: Any) -> Any:
+    """Words for a number of entries."""
+    return -(-number // _WORD)
+
+
+def packed(rows: Bool[Array, "P K"]) -> Int[Array, "P W"]:
+    """Rows of booleans as 32-bit words: bit i of word w is column 32 w + i.
 
     >>> packed(np.array([[True, False, True]])).tolist()
     [[5]]
     """
-    count, width = cells.shape
-    room = np.zeros((count, -(-width // WORD) * WORD), dtype=bool)
-    room[:, :width] = cells
+    count, width = rows.shape
+    room = np.zeros((count, -(-width // _WORD) * _WORD), dtype=bool)
+    room[:, :width] = rows
     return np.packbits(room, axis=1, bitorder="little").view("<i4").astype(np.int32)
-
-
-def hashed(words: Int[Array, "P W"]) -> Int[Array, "P"]:
-    """The hash of every row: the sum over its words, each mixed with its place; arithmetic is modulo 2^64."""
-    value = (words.astype(np.int64) & _LOW) + (np.arange(words.shape[1], dtype=np.int64) << np.int64(WORD))
-    with np.errstate(over="ignore"):
-        return np.where(words != 0, _mixed(value), 0).sum(axis=1)
-
-
-def packed_by_lane(cells: Bool[Array, "P K"]) -> Int[Array, "P 32"]:
-    """The same for lanes that take every 32nd column: bit i of the word of lane w is column 32 i + w.
-
-    Words have as few bits as will do, and there are none for more columns than 32 words of 32 bits have room for.
-
-    >>> packed_by_lane(np.array([[True] + 31 * [False] + [True]]))[0, :2].tolist()
-    [3, 0]
-    """
-    count, width = cells.shape
-    bits = lane_bits(width)
-    if bits == 0:
-        return np.zeros((0, WORD), dtype=np.int32)
-    room = np.zeros((count, bits * WORD), dtype=bool)
-    room[:, :width] = cells
-    by_lane = np.ascontiguousarray(room.reshape(count, bits, WORD).transpose(0, 2, 1))
-    return np.packbits(by_lane, axis=2, bitorder="little").view(f"<i{bits // 8}").reshape(count, WORD)
-
-
-def lane_bits(ellipsoids: int) -> int:
-    """Bits of the word of a lane, of 32 that share so many ellipsoids; none, if there are too many.
-
-    >>> lane_bits(1), lane_bits(256), lane_bits(257), lane_bits(1024), lane_bits(1025)
-    (8, 8, 16, 32, 0)
-    """
-    return next((bits for bits in (8, 16, 32) if ellipsoids <= WORD * bits), 0)
-
-
-def hashed_by_lane(words: Int[Array, "P 32"]) -> Int[Array, "P"]:
-    """Another hash, of 32 bits: the words of lanes, each mixed with its lane, exclusive or."""
-    value = words.view(f"u{words.itemsize}").astype(np.uint32) + np.arange(WORD, dtype=np.uint32) * np.uint32(LANE_STEP)
-    for shift, factor in LANE_MIX:
-        value = (value ^ (value >> np.uint32(shift))) * np.uint32(factor)
-    value ^= value >> np.uint32(LANE_MIX[0][0])
-    return np.bitwise_xor.reduce(value, axis=1).view(np.int32)
-
-
-def _mixed(value: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Numbers with all their bits mixed."""
-    with np.errstate(over="ignore"):
-        for _ in range(2):
-            value = value * np.int64(MULTIPLIER)
-            value ^= (value >> np.int64(WORD)) & _LOW
-    return value
-
-
-def hash_table(
-    keys: Int[Array, "P"], rows: Int[Array, "n"], *, most: int | None = None
-) -> tuple[Int[Array, "S"], int]:  # fmt: skip
-    """A table with the rows at the places of their keys, and how far a search has to look.
-
-    Rows that would be found only farther than at ``most`` places are left out.
-    """
-    size = 1 << (max(_ROOM * len(rows), 2) - 1).bit_length()
-    slots = np.full(size, -1, dtype=np.int32)
-    place = keys & (size - 1)
-    probes = 1
-    # All rows that still look for a place try the same distance from their first choice; one of each place gets it.
-    for distance in range(size if most is None else min(size, most)):
-        if len(rows) == 0:
-            break
-        probes = distance + 1
-        wanted = (place[rows] + distance) & (size - 1)
-        _, first = np.unique(wanted, return_index=True)
-        first = first[slots[wanted[first]] < 0]
-        slots[wanted[first]] = rows[first]
-        rows = np.delete(rows, first)
-    return slots, probes
-
-
-def _keys_at(slots: Int[Array, "S"], keys: Int[Array, "P"]) -> Int[Array, "S"]:
-    """The keys of the rows at the places of a table, zero where there is none."""
-    taken = slots >= 0
-    found = np.zeros(len(slots), dtype=keys.dtype)
-    found[taken] = keys[slots[taken]]
-    return found

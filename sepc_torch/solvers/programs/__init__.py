@@ -1,8 +1,9 @@
-r"""The paper's convex programs, each stated once in cvxpy, for any installed cvxpy solver.
+"""The paper's convex programs stated in cvxpy, for any installed cvxpy solver.
 
-They are what the specialised solvers of :mod:`sepc_torch.solvers` are measured against; the functions of the same
-names there check their arguments and call these when a cvxpy solver is named. A solver's word is not taken for its
-answer: covering, optimality and separation are measured afterwards, and what fails is a :class:`ProgramError`.
+These statements are the reference for the native solvers of :mod:`sepc_torch.solvers`. The functions of the same names
+there validate their arguments and call these functions if ``solver`` names a cvxpy solver. A solver's status alone is
+not trusted: every function verifies covering, optimality or separation afterwards, and raises :class:`ProgramError` if
+the check fails.
 """
 
 from __future__ import annotations

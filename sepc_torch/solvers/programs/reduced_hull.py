@@ -1,13 +1,15 @@
-"""Program (4): the closest points of reduced convex hulls."""
+"""Program (4) in cvxpy: the closest points of two reduced convex hulls, a quadratic program."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import cvxpy as cp
 import numpy as np
 
-from sepc_torch.ellipsoid import ReducedHullPoints
 from sepc_torch.shapes import Array, Float
 from sepc_torch.solvers.programs.solve import check_installed, failure, size_of, solve
+from sepc_torch.solvers.reduced_hull import ReducedHullPoints
 
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -15,19 +17,19 @@ _TINY = float(np.finfo(np.float64).tiny)
 def reduced_hull_points(
     x: Float[Array, "N D"], y: Float[Array, "M D"], *, cap: float | None = None, solver: str = "CLARABEL"
 ) -> ReducedHullPoints:
-    r"""The closest points of two reduced convex hulls, program (4) of the paper.
+    r"""Closest points of two reduced convex hulls, program (4) of the paper.
 
     .. math:: \min_{u, v}\ \tfrac12 \|X^\top u - Y^\top v\|^2 \quad \text{s.t.}\quad
               e^\top u = e^\top v = 1,\ \ 0 \le u, v \le D e
 
-    The difference :math:`w = c - d` is unique, :math:`c` and :math:`d` need not be. Accepted is an answer for which
-    :math:`\|w\|^2` exceeds the least :math:`w^\top (c' - d')` of the two hulls, and so bounds the squared error of
-    :math:`w`, by no more than 1e-8 of the squared extent of the data.
+    The difference :math:`w = c - d` is unique; :math:`c` and :math:`d` need not be. The gap between :math:`\|w\|^2` and
+    the least :math:`w^\top (c' - d')` over the two hulls bounds the squared error of :math:`w`. A gap above 1e-8 of the
+    squared extent of the data raises :class:`ProgramError`.
 
     Args:
         x: Points of the first set, (N, D).
         y: Points of the second set, (M, D).
-        cap: The bound :math:`D` on the weights, at least ``1 / min(N, M)``, which is the default.
+        cap: The bound :math:`D` on the weights, at least ``1 / min(N, M)``. The default is this least value.
         solver: An installed cvxpy solver for quadratic programs (CLARABEL, OSQP, SCS, MOSEK, ...).
 
     >>> import numpy as np
@@ -41,18 +43,18 @@ def reduced_hull_points(
     cap = least if cap is None else min(float(cap), 1.0)
     if not cap >= least * (1.0 - 1e-12):
         raise ValueError(
-            f"cap={cap} is below 1/min(N, M) = {least}: {min(len(x), len(y))} weights of at most that cannot sum to 1."
+            f"cap={cap} is below 1/min(N, M) = {least}: {min(len(x), len(y))} weights up to this cap cannot sum to 1. "
+            "Increase cap."
         )
     cap = max(cap, least)
-    # Neither the weights nor the conditions change when both sets are moved and scaled together.
+    # A common shift and scaling of both sets changes neither the optimal weights nor the optimality conditions.
     origin = 0.5 * (x.mean(axis=0) + y.mean(axis=0))
     extent = max(float(np.abs(x - origin).max()), float(np.abs(y - origin).max()), _TINY)
     x, y = (x - origin) / extent, (y - origin) / extent
 
-    u, v = cp.Variable(len(x)), cp.Variable(len(y))
-    constraints = [cp.sum(u) == 1, cp.sum(v) == 1, u >= 0, v >= 0, u <= cap, v <= cap]
-    problem = cp.Problem(cp.Minimize(0.5 * cp.sum_squares(x.T @ u - y.T @ v)), constraints)
-    # The square is flat at its minimum: 1e-8 there is 1e-4 in w.
+    u, v, difference, constraints = weights_and_difference(x, y, [cap, cap])
+    problem = cp.Problem(cp.Minimize(0.5 * cp.sum_squares(difference)), constraints)
+    # The squared norm is flat at its minimum: an error of 1e-8 there is an error of 1e-4 in w.
     solve(problem, name, size, solver, accuracy=1e-12)
 
     u, v = _feasible(u.value, cap), _feasible(v.value, cap)
@@ -64,8 +66,26 @@ def reduced_hull_points(
     return ReducedHullPoints(origin + extent * c, origin + extent * d, u, v)
 
 
+def weights_and_difference(
+    x: Float[Array, "N D"] | cp.Parameter, y: Float[Array, "M D"] | cp.Parameter, caps: Sequence[float | None]
+) -> tuple[cp.Variable, cp.Variable, cp.Expression, list[cp.Constraint]]:
+    r"""The weights :math:`u, v` of program (4), the difference :math:`X^\top u - Y^\top v` and the constraints.
+
+    :class:`~sepc_torch.RCHLayer` states the program with it too, with the points as parameters.
+
+    Args:
+        x: Points of the first set, (N, D), as an array or a parameter.
+        y: Points of the second set, (M, D), as an array or a parameter.
+        caps: The bound on the weights of each set; None for no bound.
+    """
+    u, v = cp.Variable(x.shape[0]), cp.Variable(y.shape[0])
+    constraints = [cp.sum(u) == 1, cp.sum(v) == 1, u >= 0, v >= 0]
+    constraints += [weights <= cap for weights, cap in zip((u, v), caps, strict=True) if cap is not None]
+    return u, v, x.T @ u - y.T @ v, constraints
+
+
 def _feasible(weights: Float[Array, "N"], cap: float) -> Float[Array, "N"]:
-    """The nearest weights between 0 and the cap that sum to 1: all moved by one amount, then clipped."""
+    """The nearest weights between 0 and the cap that sum to 1: shifted by a common amount (bisection) and clipped."""
     low, high = -float(weights.max()), cap - float(weights.min())
     while low < (middle := 0.5 * (low + high)) < high:
         low, high = (middle, high) if np.clip(weights + middle, 0.0, cap).sum() < 1.0 else (low, middle)
@@ -73,5 +93,5 @@ def _feasible(weights: Float[Array, "N"], cap: float) -> Float[Array, "N"]:
 
 
 def least_mean(values: Float[Array, "N"], cap: float) -> float:
-    """The least weighted mean for weights of at most the cap: the smallest values take all they can."""
+    """The least weighted mean of the values for weights up to the cap: the smallest values get the largest weights."""
     return float(np.sort(values) @ np.clip(1.0 - cap * np.arange(len(values)), 0.0, cap))

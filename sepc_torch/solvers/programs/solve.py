@@ -1,4 +1,4 @@
-"""Running a cvxpy solver so that nothing inaccurate passes silently."""
+"""Calls of cvxpy solvers with tight settings, retries, and an error for every result that is not optimal."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ import cvxpy as cp
 
 from sepc_torch.shapes import Array, Float
 
-# The largest relative gap, and the largest distance of a point beyond the surface, that an answer may have.
+# The largest accepted relative gap, and the largest accepted distance of a point beyond the surface.
 ACCEPTED = 1e-5
 
 
 class ProgramError(RuntimeError):
-    """A solver failed, or its answer did not pass the checks; names program, size, solver, status and a remedy."""
+    """A cvxpy solver failed or its result did not pass the checks.
+
+    The message names the program, its size, the solver, the status and a remedy.
+    """
 
 
 def _attempts(solver: str, accuracy: float) -> list[dict[str, Any]]:
-    """Settings to try one after the other, until one ends with an optimum."""
+    """Solver settings, tried in order until one gives the status ``optimal``."""
     if solver == "CLARABEL":
-        # Its scaling of rows undoes ours, and its splitting of sparse matrix inequalities the structure of a floor.
+        # The programs are already scaled, which equilibration would undo. Chordal decomposition would break up the
+        # matrix inequality of a floor.
         fixed = {"equilibrate_enable": False, "chordal_decomposition_enable": False}
-        # Near a floor it gets stuck at the boundary once in fifty times; shorter steps keep it away from there.
+        # With an active floor Clarabel can stall at the boundary; the later attempts take shorter steps to avoid it.
         return [
             {"tol_gap_abs": a, "tol_gap_rel": a, "tol_feas": a, "max_step_fraction": step, **fixed}
             for a, step in ((accuracy, 0.99), (1e-8, 0.9), (1e-7, 0.9), (1e-7, 0.8))
         ]
-    # First-order methods stop at 1e-4 or 1e-5 unless told otherwise.
+    # First-order methods stop at 1e-4 or 1e-5 by default.
     tight = {"eps_abs": 1e-9, "eps_rel": 1e-9}
     return [{"SCS": {**tight, "max_iters": 100_000}, "OSQP": {**tight, "max_iter": 50_000}}.get(solver, {})]
 
 
 def solve(problem: cp.Problem, name: str, size: str, solver: str, accuracy: float = 1e-10) -> None:
-    """Solve a program; whatever is not exactly optimal is an error."""
+    """Solve a program in place; raise ProgramError unless the status is exactly ``optimal``."""
     status, cause = "", None
     for settings in _attempts(solver, accuracy):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # cvxpy repeats in words what the status says
+                warnings.simplefilter("ignore")  # the warnings of cvxpy repeat the status
                 problem.solve(solver=solver, **settings)
             status = str(problem.status)
         except cp.SolverError as error:
@@ -50,11 +54,11 @@ def solve(problem: cp.Problem, name: str, size: str, solver: str, accuracy: floa
 
 
 def failure(name: str, size: str, solver: str, status: str) -> ProgramError:
-    """The error to raise, with a remedy."""
+    """The :class:`ProgramError` for a program, with a remedy."""
     other = "SCS" if solver == "CLARABEL" else "CLARABEL"
     return ProgramError(
         f"{name}, {size}: {solver} ended with status: {status.rstrip('.')}. Use solver={other!r}, or solver='native' "
-        "where it is offered, which certifies its answers. Fewer dimensions, or a floor for thin sets, help a solver."
+        "if the function offers it. Fewer dimensions, or a floor for thin sets, also help."
     )
 
 
@@ -64,7 +68,7 @@ def _installed_solvers() -> list[str]:
 
 
 def check_installed(solver: str) -> str:
-    """The name of an installed solver as cvxpy spells it, or a clear error."""
+    """The cvxpy spelling of a solver's name; raises ValueError if the solver is not installed."""
     installed = _installed_solvers()
     if not isinstance(solver, str) or solver.upper() not in installed:
         raise ValueError(
@@ -75,5 +79,5 @@ def check_installed(solver: str) -> str:
 
 
 def size_of(points: Float[Array, "N D"]) -> str:
-    """The size of a program, for messages."""
+    """The size of a program, for error messages."""
     return f"{points.shape[0]} points x {points.shape[1]} dims"

@@ -1,4 +1,8 @@
-"""Lightning (extra ``lightning``): flag low-trust samples while training, refit, and close the active-learning loop."""
+"""Lightning integration (extra ``lightning``): the callback ``TrustMonitor`` and the data module ``PoolDataModule``.
+
+The callback refits a trust head while a network trains, flags samples in every stage and scores a pool of unlabelled
+samples. The data module trains on the labelled part of the pool.
+"""
 
 from sepc_torch.training.lightning.lightning_names import MisconfigurationException
 from sepc_torch.training.lightning.monitor import TrustMonitor

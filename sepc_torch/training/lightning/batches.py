@@ -1,4 +1,4 @@
-"""What a batch holds: how many samples, their inputs and labels, and who they are."""
+"""Batch access for the callback: number of samples, inputs, labels and ids of a batch of any structure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ids = list[int] | list[str]
 
 
 def first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor of a nested batch."""
+    """First tensor of a nested batch, or None."""
     if isinstance(batch, Tensor):
         return batch
     parts: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
@@ -24,40 +24,40 @@ def first_tensor(batch: Any) -> Tensor | None:
 
 
 def batch_rows(batch: Any) -> int:
-    """Number of samples: the length of the first tensor."""
+    """Number of samples in a batch: the length of its first tensor."""
     found = first_tensor(batch)
     if found is None or found.ndim == 0:
         raise MisconfigurationException(
-            f"A batch of type {type(batch).__name__} holds no tensor with a row for each sample, so its samples cannot "
-            "be counted. Collate samples into tensors."
+            f"A batch of type {type(batch).__name__} holds no tensor with one row per sample, so its samples cannot be "
+            "counted. Collate the samples into tensors."
         )
     return len(found)
 
 
 def batch_inputs(batch: Any, inputs: Callable[[Any], Any] | None) -> Any:
-    """What the module's forward takes."""
+    """Argument of the module's ``forward``: the result of ``inputs``, else the first entry of the batch."""
     if inputs is not None:
         return inputs(batch)
     if isinstance(batch, (tuple, list)):
         return batch[0]
     if isinstance(batch, Mapping):
         raise MisconfigurationException(
-            f"A batch is a dictionary with the keys {list(batch)}; say what the module's forward takes: "
+            f"A batch is a dictionary with the keys {list(batch)}. Specify the argument of the module's forward: "
             "TrustMonitor(..., inputs=lambda batch: batch['x'])."
         )
     return batch
 
 
 def batch_labels(batch: Any, labels: Callable[[Any], Any] | None) -> Int[Tensor, "B"] | None:
-    """The labels of a batch: what ``labels`` says, else the second entry if it has whole numbers; None without."""
+    """Labels of a batch: the result of ``labels``, else the second entry if it holds integers; None without labels."""
     if labels is not None:
         found = labels(batch)
         if found is None:
             return None
         if not _are_labels(found):
             raise MisconfigurationException(
-                f"labels= must return a tensor (batch,) of whole numbers, or None; got {_kind(found)}. Convert it, "
-                "such as with .long()."
+                f"labels= must return a tensor (batch,) of integers, or None; got {_kind(found)}. Convert it, for "
+                "instance with .long()."
             )
         return found.detach().to("cpu", torch.int64)
     found = _second(batch)
@@ -65,10 +65,10 @@ def batch_labels(batch: Any, labels: Callable[[Any], Any] | None) -> Int[Tensor,
 
 
 def labels_found(batch: Any, labels: Callable[[Any], Any] | None) -> str:
-    """What there is where labels were looked for and none were found, and what to do about it."""
+    """Second half of the error message for a batch without labels: what was found instead, and what to do."""
     found = None if labels is not None else _second(batch)
     if found is None:
-        return "found none. Say where they are: TrustMonitor(..., labels=lambda batch: batch['label'])."
+        return "found none. Specify them: TrustMonitor(..., labels=lambda batch: batch['label'])."
     return f"found {_kind(found)}. Convert them: TrustMonitor(..., labels=lambda batch: batch[1].long())."
 
 
@@ -77,16 +77,17 @@ def _second(batch: Any) -> Any:
 
 
 def _are_labels(found: Any) -> bool:
-    """Whole numbers, or yes and no."""
+    """Whether a value is a vector of integers or booleans."""
     return isinstance(found, Tensor) and found.ndim == 1 and not found.is_floating_point() and not found.is_complex()
 
 
 def _kind(found: Any) -> str:
+    """Short description of a value for error messages."""
     return f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def batch_ids(batch: Any, ids: Callable[[Any], Any] | str) -> Ids:
-    """The ids that a batch carries."""
+    """Ids of the samples in a batch, by a function or by a key of the batch."""
     if callable(ids):
         found = ids(batch)
     elif isinstance(batch, Mapping) and ids in batch:
@@ -94,26 +95,25 @@ def batch_ids(batch: Any, ids: Callable[[Any], Any] | str) -> Ids:
     else:
         keys = f" with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
         raise MisconfigurationException(
-            f"ids={ids!r} is not in a batch of type {type(batch).__name__}{keys}. Give a function: "
+            f"ids={ids!r} is not a key of a batch of type {type(batch).__name__}{keys}. Pass a function: "
             "ids=lambda batch: ..."
         )
     if isinstance(found, Tensor):
         if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
             raise MisconfigurationException(
-                f"ids must be whole numbers or text, one for each sample; got {found.dtype} of shape "
-                f"{tuple(found.shape)}."
+                f"ids must be integers or text, one for each sample; got {found.dtype} of shape {tuple(found.shape)}."
             )
         return [int(i) for i in found.tolist()]
     names = list(found)
     if all(isinstance(name, str) for name in names) or all(type(name) is int for name in names):
         return names
     raise MisconfigurationException(
-        f"ids must be whole numbers or text, one for each sample; got {type(names[0]).__name__}."
+        f"ids must be integers or text, one for each sample; got a {type(names[0]).__name__}."
     )
 
 
 def loader_list(loaders: Any) -> list[Any]:
-    """The loaders of a stage, in order, however they were given."""
+    """Flat list of the loaders of a stage, from a loader or any nesting of lists and dictionaries."""
     if isinstance(loaders, Mapping):
         return [each for value in loaders.values() for each in loader_list(value)]
     if isinstance(loaders, (list, tuple)):
@@ -122,11 +122,14 @@ def loader_list(loaders: Any) -> list[Any]:
 
 
 def positions_of(loader: Any) -> Sequence[Sequence[int]]:
-    """The data-set positions of every batch of a loader whose order can be told without disturbing it."""
+    """Data-set positions of the samples in every batch of a loader with a fixed order.
+
+    Raises an error if the order cannot be read without consuming the loader's sampler.
+    """
     sampler = getattr(loader, "batch_sampler", None)
     seen = getattr(sampler, "seen_batch_indices", None)
-    if seen is not None:  # Lightning records them while predicting; listing that sampler would reset it
-        return _Recorded(sampler)
+    if seen is not None:  # Lightning's sampler for prediction; iterating over it would reset its record
+        return _RecordedBatches(sampler)
     inner = getattr(sampler, "sampler", None)
     repeatable = type(inner) is SequentialSampler or (
         type(inner) is DistributedSampler and inner.dataset is getattr(loader, "dataset", None) and not inner.shuffle
@@ -139,13 +142,13 @@ def positions_of(loader: Any) -> Sequence[Sequence[int]]:
         else f"a {type(inner or sampler).__name__}"
     )
     raise MisconfigurationException(
-        f"The samples of a {type(loader).__name__} with {what} cannot be told apart by their order. Do not shuffle it, "
-        "or let the batches carry ids: TrustMonitor(..., ids=lambda batch: ...) or ids='key'."
+        f"The samples of a {type(loader).__name__} with {what} cannot be identified by their order. Do not shuffle it, "
+        "or put ids into the batches: TrustMonitor(..., ids=lambda batch: ...) or ids='key'."
     )
 
 
-class _Recorded(Sequence[Sequence[int]]):
-    """The batches that Lightning recorded so far."""
+class _RecordedBatches(Sequence[Sequence[int]]):
+    """Positions of the batches that Lightning has recorded so far."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

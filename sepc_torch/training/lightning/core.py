@@ -1,4 +1,7 @@
-"""The workings of the monitor: when to refit, what to judge, where results go. The hooks are in ``monitor``."""
+"""Logic of the callback without Lightning's hooks: schedule refits, record stages, publish tables, answer queries.
+
+``monitor`` adds the hooks that call these methods.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,37 @@ from sepc_torch.training import Candidates, LabelPool, choose
 from sepc_torch.training.flagging import Criteria, Head, Judged
 from sepc_torch.training.lightning import settings
 from sepc_torch.training.lightning.distributed import on_rank_zero
-from sepc_torch.training.lightning.head_state import HeadKeeper
+from sepc_torch.training.lightning.head_state import HeadState
 from sepc_torch.training.lightning.hooks import Capture, Source
 from sepc_torch.training.lightning.lightning_names import MisconfigurationException
-from sepc_torch.training.lightning.pooling import PoolScores, find_pool, has_pool, label_pool
+from sepc_torch.training.lightning.pooling import PoolScores, find_label_pool, find_pool, has_pool
 from sepc_torch.training.lightning.refitting import fit_rows, fit_samples, is_augmented
 from sepc_torch.training.lightning.settings import Functions
-from sepc_torch.training.lightning.stage_results import Found, StageRecords, StageTables, conclude, undefined
+from sepc_torch.training.lightning.stage_results import (
+    StageRecords,
+    StageResult,
+    StageTables,
+    empty_summary,
+    stage_result,
+)
 from sepc_torch.training.query import BETA, NOVEL_SHARE
 from sepc_torch.training.selection import Method
 from sepc_torch.training.trust_table import TrustTable
 
-# What spawned processes leave behind for the main one, beside the tables.
+# File in `dirpath` through which spawned processes return the head to the main process.
 _SNAPSHOT = "monitor.pt"
+# Names of the stages in logs, attributes and files.
 _SHORT = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 def pool_numbers(numbers: Mapping[str, float], seconds: float = math.nan) -> dict[str, float]:
-    """The numbers of the pool by their logged names; it has no labels, and so no accuracy."""
+    """Summary statistics of the pool under their logged names, without the accuracies, which need labels."""
     named = {f"pool_{name}": value for name, value in numbers.items() if not name.startswith("acc_")}
     return {**named, "pool_seconds": seconds}
 
 
 class MonitorCore:
-    """A monitor without hooks."""
+    """State and methods of a monitor, without Lightning's hooks; see ``TrustMonitor`` for the arguments."""
 
     log_dict: Any  # set by the Trainer
 
@@ -80,10 +90,8 @@ class MonitorCore:
         settings.check_fit(fit)
         settings.check_functions(inputs=inputs, labels=labels, on_flag=on_flag)
         settings.check_ids(ids)
-        settings.check_data("fit_data", fit_data, (DataLoader,), "a data set with a length and an index, a loader,")
-        settings.check_data(
-            "pool", pool, (DataLoader, LabelPool), "a LabelPool, a data set with a length and an index, a loader,"
-        )
+        settings.check_data("fit_data", fit_data, (DataLoader,), "an indexable data set, a loader")
+        settings.check_data("pool", pool, (DataLoader, LabelPool), "a LabelPool, an indexable data set, a loader")
         self.criteria = settings.criteria(
             threshold, flag_fraction, reasons, min_margin=min_margin, novel_distance=novel_distance
         )
@@ -91,8 +99,8 @@ class MonitorCore:
             settings.check_source("logits", logits)
         elif "disagrees" in self.criteria.reasons:
             raise MisconfigurationException(
-                "reasons names 'disagrees', which compares the network's labels with the head's: say where the logits "
-                "are, TrustMonitor(..., logits='classifier')."
+                "The reason 'disagrees' compares the network's labels with the head's, so it needs the logits: "
+                "TrustMonitor(..., logits='classifier')."
             )
         self.refit_every_n_epochs = settings.check_count("refit_every_n_epochs", refit_every_n_epochs, 0)
         self.max_fit_per_class = settings.check_optional_count("max_fit_per_class", max_fit_per_class, 1)
@@ -110,69 +118,71 @@ class MonitorCore:
         self._captures = {"emb": Capture(embed, "embed", prefix)}
         if logits is not None:
             self._captures["logits"] = Capture(logits, "logits", prefix)
-        self._keeper = HeadKeeper(head)
+        self._head_state = HeadState(head)
         self._pool_scores = PoolScores()
         self._records = StageRecords(self._captures, self._functions)
         self._pending: dict[str, float] = {}
-        self._pool_numbers = pool_numbers(undefined())
+        self._pool_numbers = pool_numbers(empty_summary())
         self._augmentation_checked = False
         self._tried_step = -1
 
     @property
     def head(self) -> Head | None:
         """The head in use, or None before the first fit."""
-        return self._keeper.head
+        return self._head_state.head
 
     @property
     def fit_epoch(self) -> int:
-        """The epoch whose weights the head was fitted to; -1 for a head that was given."""
-        return self._keeper.fit_epoch
+        """Epoch of the head's last fit; -1 for a head given by the user."""
+        return self._head_state.fit_epoch
 
     @property
     def fit_step(self) -> int:
-        """The global step of those weights."""
-        return self._keeper.fit_step
+        """Global step of the head's last fit; -1 for a head given by the user."""
+        return self._head_state.fit_step
 
     @property
     def n_refits(self) -> int:
-        """How often a head was fitted."""
-        return self._keeper.refits
+        """Number of successful fits."""
+        return self._head_state.refits
 
     def query(
         self, k: int, *, method: Method = "kmeans", beta: float = BETA, novel_share: float = NOVEL_SHARE
     ) -> list[int]:
-        """Ids of k samples of the pool to label next: ambiguous ones, spread out, and a few that are new.
+        """Ids of k samples of the pool to label next: ambiguous samples, spread out, and a few novel ones.
 
-        The same on every process. With ``logits`` the network says what is ambiguous, which is better while labels are
-        few: a head of fewer than some twenty samples a class knows little. Samples that a ``LabelPool`` got a label for
-        since the last scores are not asked for again. See :func:`~sepc_torch.training.choose`.
+        The result is equal on every process. With ``logits`` the ambiguity comes from the network, otherwise from the
+        head. The network is better while labels are few (``experiments/active_learning.py``, digits with a trained
+        network and at most 20 labels per class). Samples that a ``LabelPool`` has labelled since the last scores are
+        left out. See :func:`~sepc_torch.training.choose` for the arguments.
         """
         k = count(k, "k", least=1)
-        rows = self._pool_scores.waiting()
+        rows = self._pool_scores.unlabelled()
         if rows is None:
             raise MisconfigurationException(
-                "There are no scores of a pool to choose from. Give TrustMonitor(pool=...) or a data module with "
-                "pool_dataloader(), and fit; the pool is scored after every refit."
+                "There are no scores of a pool to choose from. Pass TrustMonitor(pool=...) or a data module with "
+                "pool_dataloader(), then fit: the pool is scored after every refit."
             )
         if not rows or len(rows["id"]) == 0:
             return []
         if k > len(rows["id"]):
-            warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} asked for.", stacklevel=2)
+            warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.", stacklevel=2)
         judged = Judged(**{name: rows[name] for name in Judged._fields})
         candidates = Candidates.of(judged, rows["emb"], rows.get("logits"), self.criteria.novel_distance)
-        chosen = choose(candidates, k, self._keeper.rows.get("emb"), method=method, beta=beta, novel_share=novel_share)
+        labelled = self._head_state.rows.get("emb")
+        chosen = choose(candidates, k, labelled, method=method, beta=beta, novel_share=novel_share)
         return rows["id"][chosen].tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """The head, and when it was fitted, in tensors and plain values."""
-        return self._keeper.state_dict()
+        """State for a checkpoint: the head and the step of its fit, as tensors and plain values."""
+        return self._head_state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the head; the tables of earlier calls stay."""
-        self._keeper.load_state_dict(state_dict)
+        """Restore the head of a checkpoint; the tables of earlier stages are kept."""
+        self._head_state.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For spawned processes: without what the Trainer attached, which would drag the module along."""
+        """State for pickling, without the Trainer's logging functions, which hold a reference to the module."""
         return {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
 
     def _attach(self, module: Any) -> None:
@@ -184,29 +194,31 @@ class MonitorCore:
             capture.detach()
 
     def _maybe_refit(self, trainer: Any, module: Any, *, first: bool = False) -> None:
-        """Refit if this epoch is due, or too many answers contradict the head; once for the same weights.
+        """Refit if the schedule says so or too many new labels contradict the head; at most once per global step.
 
-        ``first`` is to fit without waiting for the end of an epoch, for there is no head to validate with.
+        ``first`` fits regardless of the schedule, because there is no head to validate with.
         """
         every, epoch, step = self.refit_every_n_epochs, int(trainer.current_epoch), int(trainer.global_step)
         if not every or step == self._tried_step:
             return
-        pool = label_pool(trainer, module, self.pool)
+        pool = find_label_pool(trainer, module, self.pool)
         self.disjuncts = () if pool is None else self._pool_scores.disjuncts(pool)
         if self.disjuncts and trainer.is_global_zero:
             worst = self.disjuncts[0]
             warnings.warn(
-                f"{len(self.disjuncts)} cells hold more confirmed mistakes than tolerated: {len(worst.rows)} samples "
-                f"labelled {worst.predicted} turned out to be mostly {worst.true[0]}. The head is fitted again.",
+                f"{len(self.disjuncts)} regions hold more confirmed mistakes than tolerated. In the worst region, "
+                f"{len(worst.rows)} samples predicted as {worst.predicted} are mostly {worst.true[0]}. The head is "
+                "refitted.",
                 stacklevel=2,
             )
         if first or (epoch + 1) % every == 0 or epoch + 1 == trainer.max_epochs or self.disjuncts:
             self._refit(trainer, module)
 
     def _refit(self, trainer: Any, module: Any) -> None:
+        """Refit the head to the current weights, score the pool, and write the head to ``dirpath``."""
         self._tried_step = int(trainer.global_step)
         self._attach(module)
-        samples = fit_samples(trainer, self.fit_data, label_pool(trainer, module, self.pool))
+        samples = fit_samples(trainer, self.fit_data, find_label_pool(trainer, module, self.pool))
         self._check_augmentation(trainer, module, samples.dataset)
         functions = self._functions
         rows = fit_rows(
@@ -218,8 +230,7 @@ class MonitorCore:
             functions.labels,
             self.max_fit_per_class,
         )
-        keeper = self._keeper
-        fitted = keeper.refit(trainer, module, rows, functions.fit, stop=self.refit_errors == "raise")
+        fitted = self._head_state.refit(trainer, module, rows, functions.fit, stop=self.refit_errors == "raise")
         self._pending |= self._refit_numbers()
         if fitted:
             self._score_pool(trainer, module)
@@ -227,30 +238,33 @@ class MonitorCore:
                 on_rank_zero(trainer, f"writing to {self.dirpath}", self._write_snapshot)
 
     def _refit_numbers(self) -> dict[str, float]:
-        keeper = self._keeper
+        """Numbers of refits to log."""
+        state = self._head_state
         return {
-            "refits": float(keeper.refits),
-            "refit_failures": float(keeper.failures),
-            "refit_seconds": keeper.seconds,
+            "refits": float(state.refits),
+            "refit_failures": float(state.failures),
+            "refit_seconds": state.seconds,
             "small_disjuncts": float(len(self.disjuncts)),
         }
 
     def _check_augmentation(self, trainer: Any, module: Any, dataset: Any) -> None:
+        """Warn once if the data to fit to are augmented."""
         if self._augmentation_checked:
             return
         self._augmentation_checked = True
         if is_augmented(module, dataset) and trainer.is_global_zero:
             warnings.warn(
-                "The data to fit to come out different every time they are read: they seem augmented, and the head "
-                "would learn that. Give the plain view: TrustMonitor(fit_data=...) or LabelPool(eval_view=...).",
+                "Reading the first sample to fit to twice returns different values: the data seem augmented. Pass the "
+                "data without augmentation: TrustMonitor(fit_data=...) or LabelPool(eval_view=...).",
                 stacklevel=2,
             )
 
     def _score_pool(self, trainer: Any, module: Any) -> None:
+        """Evaluate the head on the pool and publish the result."""
         source = find_pool(trainer, module, self.pool)
         if source is None:
             return
-        head = self._keeper.on(module.device)
+        head = self._head_state.on(module.device)
         rows = self._pool_scores.score(
             trainer,
             module,
@@ -259,15 +273,15 @@ class MonitorCore:
             self._captures,
             self._functions.inputs,
             self.max_pool,
-            label_pool(trainer, module, self.pool),
+            find_label_pool(trainer, module, self.pool),
         )
-        found = conclude(rows, [], head, self.criteria, "logits" in self._captures)
+        found = stage_result(rows, [], head, self.criteria, "logits" in self._captures)
         self._publish(trainer, "pool", found)
         self._pool_numbers = pool_numbers(found.numbers, self._pool_scores.seconds)
         self._pending |= self._pool_numbers
 
     def _begin(self, trainer: Any, module: Any, stage: str, loaders: Any) -> None:
-        """Begin to record a stage; outside of training there must be a head, of these weights."""
+        """Begin to record a stage; outside of training, check that there is a head and that it fits the weights."""
         self._attach(module)
         if stage not in self.stages:
             return
@@ -278,28 +292,30 @@ class MonitorCore:
             self._read_snapshot()
         if self.head is None:
             raise MisconfigurationException(
-                f"There is no head to {stage} with. Fit first with this monitor, load a checkpoint of such a fit "
-                f"(ckpt_path=...) by a monitor of the same prefix (this one has prefix={self.prefix!r}), or give "
-                "TrustMonitor(head=...). Spawned processes hand it back through dirpath=."
+                f"There is no head to {stage} with. Fit with this monitor first, load a checkpoint of a fit "
+                f"(ckpt_path=...) by a monitor of the same prefix (this one has prefix={self.prefix!r}), or pass "
+                "TrustMonitor(head=...). If the fit spawns processes, pass dirpath=: they return the head through a "
+                "file in this folder."
             )
-        if self._keeper.is_stale(module) and trainer.is_global_zero:
+        if self._head_state.is_stale(module) and trainer.is_global_zero:
             warnings.warn(
-                "The head was fitted to other weights than the module has now, so trust may be stale. Load both from "
-                "one checkpoint (ckpt_path=...).",
+                "The head was fitted to other weights than the module has now, so trust may be stale. Load the head "
+                "and the weights from one checkpoint (ckpt_path=...).",
                 stacklevel=2,
             )
 
     def _judge(self, trainer: Any, module: Any, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
+        """Evaluate the head on a batch and record its rows."""
         if self.head is None or stage not in self.stages or trainer.sanity_checking:
             self._records.clear()
             return
-        with trainer.precision_plugin.forward_context():  # for functions that run the module
-            self._records.add(self._keeper.on(module.device), module, batch, batch_idx, loader)
+        with trainer.precision_plugin.forward_context():  # for embed= and logits= functions that run the module
+            self._records.add(self._head_state.on(module.device), module, batch, batch_idx, loader)
 
     def _conclude(self, trainer: Any, module: Any, stage: str) -> dict[str, float]:
-        """Publish what a stage found; the numbers to log, under the same names every time.
+        """Publish the results of a stage and return the numbers to log, always under the same names.
 
-        A callback that monitors a name fails where it is missing, so what nothing defines yet is NaN.
+        A callback that monitors a name fails if the name is missing, so undefined numbers are logged as NaN.
         """
         fitting = trainer.state.fn == "fit"
         if trainer.sanity_checking or not (fitting or stage in self.stages):
@@ -308,9 +324,9 @@ class MonitorCore:
         many = len(self._records.recorders)
         names = [_SHORT[stage]] if many == 1 else [f"{_SHORT[stage]}_{number}" for number in range(many)]
         if stage not in self.stages:
-            pass  # nothing was recorded; when the head was fitted is of interest all the same
+            pass  # nothing was recorded; the numbers of refits are logged all the same
         elif self.head is None:
-            numbers |= {f"{name}_{key}": value for name in names for key, value in undefined().items()}
+            numbers |= {f"{name}_{key}": value for name in names for key, value in empty_summary().items()}
         else:
             for name, each in zip(names, self._records.finish(trainer, self.head, self.criteria), strict=True):
                 numbers |= self._publish(trainer, name, each)
@@ -324,11 +340,12 @@ class MonitorCore:
 
     @property
     def _n_ellipsoids(self) -> int:
+        """Number of ellipsoids of the head; 0 without a head."""
         head = self.head
         return 0 if head is None else len(head.bank if isinstance(head, SEPC) else head.sepc.bank)
 
-    def _publish(self, trainer: Any, name: str, found: Found) -> dict[str, float]:
-        """Tables to attributes, files and the user's function; the numbers by their logged names."""
+    def _publish(self, trainer: Any, name: str, found: StageResult) -> dict[str, float]:
+        """Store the tables, write them to files, call ``on_flag``, and return the numbers by their logged names."""
         flagged = found.table.where(found.table.columns["reason"] >= 0)
         self.scores[name], self.flagged[name] = found.table, flagged
         if self.dirpath is not None and not trainer.fast_dev_run:
@@ -339,11 +356,12 @@ class MonitorCore:
         return {f"{name}_{key}": value for key, value in found.numbers.items()}
 
     def _write(self, trainer: Any, name: str, flagged: TrustTable) -> None:
-        # Outside of training Lightning's counters are 0 and would make every file the same.
+        """Write the table of flagged samples to ``dirpath``."""
+        # Outside of training Lightning's counters are 0, so all files would have one name.
         fitting = trainer.state.fn == "fit"
         epoch = int(trainer.current_epoch) if fitting else self.fit_epoch
         step = int(trainer.global_step) if fitting else self.fit_step
-        when = f"-epoch={epoch}-step={step}" if epoch >= 0 else ""  # a head that was given has no step
+        when = f"-epoch={epoch}-step={step}" if epoch >= 0 else ""  # -1 for a head given by the user
         path = self._folder() / f"{name}{when}.{self.file_format}"
         if self.file_format == "csv":
             flagged.to_csv(path)
@@ -351,6 +369,7 @@ class MonitorCore:
             flagged.to_jsonl(path)
 
     def _folder(self) -> Path:
+        """The output folder, created if necessary."""
         assert self.dirpath is not None
         self.dirpath.mkdir(parents=True, exist_ok=True)
         return self.dirpath
@@ -364,13 +383,13 @@ class MonitorCore:
             self.load_state_dict(torch.load(self.dirpath / _SNAPSHOT, weights_only=True))
 
     def _log(self, trainer: Any, numbers: Mapping[str, float]) -> None:
-        """Log by Lightning, the same on every process; what was pending is then done."""
+        """Log numbers through Lightning on every process, and clear the pending ones."""
         if numbers and not trainer.barebones:
             self.log_dict({f"{self.prefix}/{name}": value for name, value in numbers.items()}, sync_dist=True)
         self._pending = {}
 
     def _log_directly(self, trainer: Any, numbers: Mapping[str, float]) -> None:
-        """Log where Lightning's own logging is not allowed."""
+        """Log numbers to the loggers directly, in hooks where Lightning forbids ``log``; clear the pending ones."""
         if numbers and trainer.is_global_zero:
             for logger in trainer.loggers:
                 named = {f"{self.prefix}/{name}": value for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""Rows and decisions shared by all processes of a run, so that every one of them sees the same."""
+"""Collectives for the callback: gather rows from all processes, drop repeated samples, run code on rank zero."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ T = TypeVar("T")
 
 Rows = dict[str, Tensor]
 
-# Relative difference up to which two distances may be those of one sample.
+# Relative difference up to which two distances count as equal: rounding in bfloat16, which has 8 significant bits,
+# accumulates over the layers of a network.
 _ROUNDING = 0.05
 
 
 class RankZeroError(RuntimeError):
-    """What the main process failed with, raised on every process."""
+    """Error of the main process, raised on every process."""
 
 
 def gather_rows(trainer: Any, rows: Mapping[str, Tensor]) -> Rows:
-    """The rows of all processes, one after the other; each may have another number of them, or none.
+    """Concatenate the rows of all processes; the number of rows may differ between processes and may be zero.
 
-    ``all_gather`` itself aborts or hangs on uneven lengths, so shorter ones are padded and trimmed again.
+    ``all_gather`` aborts or hangs on tensors of different length, so columns are padded before it and trimmed after it.
     """
     if trainer.world_size == 1:
         return dict(rows)
@@ -35,7 +36,7 @@ def gather_rows(trainer: Any, rows: Mapping[str, Tensor]) -> Rows:
     sizes = [size for _, size in everyone]
     kinds = {name: kind for columns, size in everyone if size for name, kind in columns.items()}
     gathered: Rows = {}
-    for name in sorted(kinds):  # every process must call the collectives in the same order
+    for name in sorted(kinds):  # all processes must call the collectives in one order
         dtype, shape = kinds[name]
         padded = torch.zeros((max(sizes), *shape), dtype=dtype, device=device)
         if _length(rows):
@@ -51,7 +52,7 @@ def _length(rows: Mapping[str, Tensor]) -> int:
 
 
 def gather_text(trainer: Any, names: list[str]) -> list[str]:
-    """The text of all processes, in the order of :func:`gather_rows`."""
+    """Concatenate the text of all processes, in the order of :func:`gather_rows`."""
     if trainer.world_size == 1:
         return names
     parts: list[Any] = [None] * trainer.world_size
@@ -60,7 +61,9 @@ def gather_text(trainer: Any, names: list[str]) -> list[str]:
 
 
 def unique_rows(rows: Mapping[str, Tensor], key: str = "id") -> Rows:
-    """Every id once, ascending: samplers of several processes repeat samples to come out even. The first is kept.
+    """Keep the first row of every id, in ascending order of id.
+
+    Distributed samplers repeat samples to give every process the same number.
 
     >>> unique_rows({"id": torch.tensor([2, 0, 2]), "trust": torch.tensor([0.5, 0.6, 0.7])})
     {'id': tensor([0, 2]), 'trust': tensor([0.6000, 0.5000])}
@@ -72,20 +75,20 @@ def unique_rows(rows: Mapping[str, Tensor], key: str = "id") -> Rows:
     return {name: column[order][first] for name, column in rows.items()}
 
 
-def count_repeats(rows: Mapping[str, Tensor], shared_out: bool, key: str = "id") -> int:
-    """Rows whose id stands for another sample too.
+def count_repeats(rows: Mapping[str, Tensor], distributed: bool, key: str = "id") -> int:
+    """Count rows whose id also belongs to another sample.
 
-    Samplers of several processes repeat samples (``shared_out``); there, only a row with another target or distance
-    than the one before counts. The same sample in another batch differs by rounding, in bfloat16 by a few percent.
+    Distributed samplers repeat samples. So with ``distributed`` a repeated id counts only if its target or distance
+    differs from that of the previous row by more than rounding.
 
     >>> rows = {"id": torch.tensor([2, 0, 2]), "distance": torch.tensor([0.5, 0.6, 0.7])}
-    >>> count_repeats(rows, shared_out=False), count_repeats({**rows, "distance": torch.ones(3)}, shared_out=True)
+    >>> count_repeats(rows, distributed=False), count_repeats({**rows, "distance": torch.ones(3)}, distributed=True)
     (1, 0)
     """
     order = rows[key].argsort(stable=True)
     ids = rows[key][order]
     repeated = ids[1:] == ids[:-1]
-    if shared_out:
+    if distributed:
         other = torch.zeros_like(repeated)
         for name in ("target", "distance"):
             if name in rows:
@@ -96,9 +99,9 @@ def count_repeats(rows: Mapping[str, Tensor], shared_out: bool, key: str = "id")
 
 
 def on_rank_zero(trainer: Any, what: str, function: Callable[[], T]) -> T:
-    """Run a function on the main process; its result, or its error, reaches all of them.
+    """Run a function on the main process and broadcast its result, or raise its error, on all processes.
 
-    Otherwise the others would wait for ever, or die of a broken connection instead of the cause.
+    Without the broadcast of an error the other processes would wait for ever, or fail with a broken connection.
     """
     result, error, cause = None, None, None
     if trainer.is_global_zero:
@@ -110,4 +113,4 @@ def on_rank_zero(trainer: Any, what: str, function: Callable[[], T]) -> T:
         result, error = trainer.strategy.broadcast((result, error))
     if error is not None:
         raise RankZeroError(f"TrustMonitor: {what} failed: {error}") from cause
-    return result  # type: ignore[return-value] # None only where the function returns it
+    return result  # type: ignore[return-value] # None only if the function returns None

@@ -1,4 +1,4 @@
-"""The head in use: where it comes from, which weights it belongs to, and how it travels in a checkpoint."""
+"""State of the callback's head: the head, the weights it was fitted to, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.shapes import Float
-from sepc_torch.training.flagging import Head, in_features
+from sepc_torch.training.flagging import Head
 from sepc_torch.training.lightning.distributed import RankZeroError, Rows
 from sepc_torch.training.lightning.refitting import fit_head
 
-# Sums over all weights in another order, on another device, differ by less than this; a step of training by more.
+# Relative tolerance between fingerprints. Another order of summation, as on another device, changes them by less; a
+# training step changes them by more.
 _SAME_WEIGHTS = 1e-9
 
 
 def head_bytes(head: Head) -> Tensor:
-    """The head's own file format as a tensor of bytes: no pickle, and ``weights_only`` loading takes it."""
+    """Serialise a head to a tensor of bytes in its own file format, so that ``weights_only`` loading accepts it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "head.safetensors"
         head.save(path)
@@ -34,7 +35,7 @@ def head_bytes(head: Head) -> Tensor:
 
 
 def head_from_bytes(data: Tensor, kind: str) -> Head:
-    """The head that :func:`head_bytes` wrote."""
+    """Restore a head from the bytes written by :func:`head_bytes`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "head.safetensors"
         path.write_bytes(data.cpu().numpy().tobytes())
@@ -42,13 +43,13 @@ def head_from_bytes(data: Tensor, kind: str) -> Head:
 
 
 def head_kind(head: Head) -> str:
-    """Which class reads it back."""
+    """Name of a head's class in a checkpoint."""
     return "sepc" if isinstance(head, SEPC) else "trust_head"
 
 
 @torch.no_grad()
 def fingerprint(module: nn.Module) -> Float[Tensor, "3"]:
-    """Three sums over all weights, of their values, sizes and squares: enough to tell whether they are the same."""
+    """Fingerprint of a module's weights: the sums of their values, absolute values and squares."""
     total = torch.zeros(3, dtype=torch.float64)
     for weight in module.parameters():
         if weight.is_floating_point():
@@ -58,19 +59,27 @@ def fingerprint(module: nn.Module) -> Float[Tensor, "3"]:
 
 
 def same_weights(a: Float[Tensor, "3"], b: Float[Tensor, "3"]) -> bool:
-    """Whether two fingerprints are of the same weights, up to the order of summation."""
-    scale = torch.maximum(a, b)[1].clamp_min(1.0)  # the plain sum may cancel, so all are compared on one scale
+    """Whether two fingerprints belong to the same weights, up to the order of summation."""
+    scale = torch.maximum(a, b)[1].clamp_min(1.0)  # of the absolute values, because the plain sum may cancel
     return bool(((a - b).abs() <= _SAME_WEIGHTS * scale).all())
 
 
-class HeadKeeper:
-    """A head, when it was fitted, and how often that succeeded."""
+class HeadState:
+    """The head in use, the epoch and step of its fit, and the number of refits and failures.
+
+    Attributes:
+        head: The head, or None before the first fit.
+        fit_epoch, fit_step: Epoch and global step of the last fit; -1 for a head given by the user.
+        refits, failures: Number of fits that succeeded and that failed.
+        seconds: Duration of the last fit; NaN before the first.
+        rows: Embeddings and labels of the last fit; empty after loading a state.
+    """
 
     def __init__(self, head: Head | None) -> None:
         self.head = head
         self.fit_epoch, self.fit_step = -1, -1
         self.refits, self.failures = 0, 0
-        self.seconds = math.nan  # none yet
+        self.seconds = math.nan
         self.rows: Rows = {}
         self._weights: Tensor | None = None
 
@@ -78,18 +87,21 @@ class HeadKeeper:
         return {**self.__dict__, "rows": {}}
 
     def refit(self, trainer: Any, module: Any, rows: Rows, fit: Any, stop: bool) -> bool:
-        """Fit a new head to rows; where that fails, keep the old one and warn, or stop."""
+        """Fit a new head to rows and return whether this succeeded.
+
+        If the fit fails, keep the old head and warn or, with ``stop``, raise the error.
+        """
         begun = time.perf_counter()
         try:
-            # Kept on the CPU here; it follows the embeddings to their device when it judges.
+            # On the CPU; `on` moves the head to the device of the embeddings.
             self.head = fit_head(trainer, rows, fit)
         except RankZeroError as error:
             if stop:
                 raise
             self.failures += 1
-            kept = "the head of before stays" if self.head is not None else "there is no head yet"
+            kept = "the previous head stays in use" if self.head is not None else "there is no head yet"
             if trainer.is_global_zero:
-                warnings.warn(f"{error} Training goes on; {kept}.", stacklevel=2)
+                warnings.warn(f"{error} Training continues; {kept}.", stacklevel=2)
             return False
         self.seconds = time.perf_counter() - begun
         self.rows = rows
@@ -99,21 +111,17 @@ class HeadKeeper:
         return True
 
     def on(self, device: torch.device) -> Head:
-        """The head on a device."""
+        """Move the head to a device and return it."""
         assert self.head is not None
         self.head = self.head.to(device)
         return self.head
 
     def is_stale(self, module: Any) -> bool:
-        """Whether the module's weights are other than those that the head was fitted to."""
+        """Whether the module's weights differ from those that the head was fitted to."""
         return self._weights is not None and not same_weights(self._weights, fingerprint(module))
 
-    def fits(self, width: int) -> bool:
-        """Whether embeddings of this width are what the head takes."""
-        return self.head is None or in_features(self.head) == width
-
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, which ``weights_only`` loading takes."""
+        """State for a checkpoint: tensors and plain values only, as ``weights_only`` loading requires."""
         state: dict[str, Any] = {
             "fit_epoch": self.fit_epoch,
             "fit_step": self.fit_step,
@@ -127,7 +135,7 @@ class HeadKeeper:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint holds."""
+        """Restore the state of a checkpoint; a checkpoint without a head keeps the current one."""
         self.fit_epoch, self.fit_step = int(state["fit_epoch"]), int(state["fit_step"])
         self.refits, self.failures = int(state["refits"]), int(state["failures"])
         if "head" in state:

@@ -1,6 +1,7 @@
-"""An own pass over a data set: the module runs as in validation, and the training never notices.
+"""Inference pass of the callback: run the module over a data set, outside Lightning's loops, to get its embeddings.
 
-The training loader itself is never iterated again: with persistent workers that takes batches away from the epoch.
+The pass restores module modes and random states, so training is unaffected. It builds its own loader, because iterating
+over a training loader with persistent workers would take batches from the current epoch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from sepc_torch.shapes import Int
 from sepc_torch.training.lightning.batches import batch_inputs, batch_rows
 from sepc_torch.training.lightning.distributed import Rows
-from sepc_torch.training.lightning.hooks import Capture, OwnPass, check_widths, read_all
+from sepc_torch.training.lightning.hooks import ActivePass, Capture, check_widths, read_all
 from sepc_torch.training.lightning.lightning_names import MisconfigurationException
 
 
 class _Indexed(Dataset[Any]):
-    """Samples with their position."""
+    """Data set that returns each sample with its position."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -37,7 +38,7 @@ class _Indexed(Dataset[Any]):
 
 
 class _IndexedCollate:
-    """The user's collation, with the positions beside it."""
+    """Applies the user's collate function and returns the positions beside the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -47,7 +48,9 @@ class _IndexedCollate:
 
 
 class ShardSampler(Sampler[int]):
-    """Every process its share, all of the same length: the last ones begin anew, and repeats are dropped by id.
+    """Splits the positions 0 to n - 1 over the processes, with the same number for each.
+
+    To fill up, the last processes repeat positions from the start; repeated samples are dropped later by id.
 
     >>> [list(ShardSampler(3, rank, 2)) for rank in (0, 1)]
     [[0, 2], [1, 0]]
@@ -64,7 +67,7 @@ class ShardSampler(Sampler[int]):
 
 
 def sequential_loader(trainer: Any, dataset: Any, like: Any, batch_size: int) -> DataLoader[Any]:
-    """A loader in order over this process's share, collated as a loader that the user made."""
+    """Loader over this process's share of a data set, in order, with the collate function of the loader ``like``."""
     collate = getattr(like, "collate_fn", None) or default_collate
     return DataLoader(
         _Indexed(dataset),
@@ -77,12 +80,12 @@ def sequential_loader(trainer: Any, dataset: Any, like: Any, batch_size: int) ->
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module's mode and every random state are as before.
+    """Evaluation mode without gradients; restores all module modes and random states on exit.
 
-    Inference mode is off: buffers made in it could not be loaded or differentiated through later.
+    Inference mode is off, because buffers created in it cannot be loaded into or differentiated through later.
     """
     modes = [(part, part.training) for part in module.modules()]
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - to restore it
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         module.eval()
@@ -99,17 +102,17 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _announced(owner: str) -> Iterator[None]:
-    """Say whose pass it is."""
-    OwnPass.owner = owner
+def _active_pass(owner: str) -> Iterator[None]:
+    """Mark the inference pass of a monitor as running."""
+    ActivePass.owner = owner
     try:
         yield
     finally:
-        OwnPass.owner = None
+        ActivePass.owner = None
 
 
 def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) -> None:
-    """Run the module's forward; if ``inputs`` returns a tuple it is several arguments, a dictionary named ones."""
+    """Run the module's forward; a tuple from ``inputs`` gives positional arguments, a dictionary named ones."""
     found = batch_inputs(batch, inputs)
     args: tuple[Any, ...] = (found,)
     named: dict[str, Any] = {}
@@ -118,18 +121,18 @@ def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) ->
     elif inputs is not None and isinstance(found, Mapping):
         args, named = (), dict(found)
     cure = (
-        "Let inputs= return a tuple of all arguments, or a dictionary by name; or give embed= (and logits=) a function "
-        "(module, batch) -> tensor, which needs no forward."
+        "Let inputs= return a tuple of all arguments or a dictionary of named ones, or pass embed= (and logits=) a "
+        "function (module, batch) -> tensor, which needs no forward."
     )
-    # Checked beforehand, so that an error inside of the user's forward stays what it is.
+    # The arguments are checked before the call, so that a TypeError inside the user's forward is not masked.
     signature = _signature(module)
     if signature is not None:
         try:
             signature.bind(*args, **named)
         except TypeError as error:
             raise MisconfigurationException(
-                f"The forward of {type(module).__name__} cannot be called with what "
-                f"{'the first entry of a batch' if inputs is None else 'inputs='} gives: {error}. {cure}"
+                f"The forward of {type(module).__name__} does not accept "
+                f"{'the first entry of a batch' if inputs is None else 'the result of inputs='}: {error}. {cure}"
             ) from error
     try:
         module(*args, **named)
@@ -140,9 +143,10 @@ def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) ->
 
 
 def _signature(module: Any) -> inspect.Signature | None:
+    """Signature of a module's forward, or None if it cannot be inspected."""
     try:
         return inspect.signature(module.forward)
-    except (TypeError, ValueError):  # compiled or scripted
+    except (TypeError, ValueError):  # a compiled or scripted module
         return None
 
 
@@ -152,16 +156,16 @@ def embed_samples(
     loader: DataLoader[Any],
     captures: dict[str, Capture],
     inputs: Callable[[Any], Any] | None,
-    each: Callable[[Any, Int[Tensor, "B"], Rows], Rows],
+    to_rows: Callable[[Any, Int[Tensor, "B"], Rows], Rows],
 ) -> Rows:
-    """Run the module over a loader of :func:`sequential_loader` and join what ``each`` makes of every batch.
+    """Run the module over a loader of :func:`sequential_loader` and concatenate the results of ``to_rows``.
 
-    ``each`` gets the batch, the positions of its samples, and the captured rows by name.
+    ``to_rows`` is called for every batch with the batch, the positions of its samples, and the captured values by name.
     """
     parts: list[Rows] = []
     widths: dict[str, set[int]] = {name: set() for name in captures}
     plugin = trainer.precision_plugin
-    with undisturbed(module), _announced(next(iter(captures.values())).owner):
+    with undisturbed(module), _active_pass(next(iter(captures.values())).owner):
         for positions, batch in loader:
             moved = trainer.strategy.batch_to_device(plugin.convert_input(batch), device=module.device)
             for capture in captures.values():
@@ -173,5 +177,5 @@ def embed_samples(
             for name, column in captured.items():
                 widths[name].add(column.shape[1])
                 check_widths(captures[name], widths[name])
-            parts.append(each(batch, positions, {name: column.cpu() for name, column in captured.items()}))
+            parts.append(to_rows(batch, positions, {name: column.cpu() for name, column in captured.items()}))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}

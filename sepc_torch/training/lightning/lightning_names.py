@@ -1,7 +1,7 @@
-"""One class for both names of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``.
+"""Base classes of the callback for both packages of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-Each has its own ``Callback``, and its Trainer takes only its own (a foreign one alone is refused). A class that
-inherits from all that are installed passes everywhere.
+Each package has its own ``Callback``, and its Trainer accepts only that one. The base classes here inherit from those
+of all installed packages, so every Trainer accepts them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 
 def _installed(names: tuple[str, ...], what: str) -> tuple[Any, ...]:
+    """The attribute ``what`` of every installed module, without repeats."""
     found = []
     for name in names:
         try:
             found.append(getattr(importlib.import_module(name), what))
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
-                raise  # installed, but broken
+                raise  # the package is installed but broken
     if not found:
-        raise ModuleNotFoundError(f"{' or '.join(names)} is not installed: pip install 'sepc_torch[lightning]'.")
+        raise ModuleNotFoundError(f"Neither {' nor '.join(names)} is installed: pip install 'sepc_torch[lightning]'.")
     return tuple(dict.fromkeys(found))
 
 
@@ -28,20 +29,20 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule as DataModuleBase
 
     class MisconfigurationException(ValueError):
-        """A setting that cannot work, with what to do about it."""
+        """Invalid configuration; the message says how to correct it."""
 
 else:
     _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
     _FABRICS = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
 
     class CallbackBase(*_installed(_TRAINERS, "Callback")):
-        """A callback of every installed Lightning."""
+        """Base class of a callback that every installed Lightning accepts."""
 
     class DataModuleBase(*_installed(_TRAINERS, "LightningDataModule")):
-        """A data module of every installed Lightning."""
+        """Base class of a data module that every installed Lightning accepts."""
 
     class MisconfigurationException(*_installed(_FABRICS, "MisconfigurationException"), ValueError):
-        """A setting that cannot work, with what to do about it."""
+        """Invalid configuration; the message says how to correct it."""
 
 
 __all__ = ["CallbackBase", "DataModuleBase", "MisconfigurationException"]

@@ -1,4 +1,4 @@
-"""A data module around a pool: train on what is labelled, and keep the record of it in every checkpoint."""
+"""Data module for the callback: trains on the labelled samples of a pool and saves their record in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sepc_torch.training.lightning.lightning_names import DataModuleBase, Miscon
 
 
 class PoolDataModule(DataModuleBase):
-    """Loaders for a :class:`~sepc_torch.training.LabelPool` and the sets to judge by.
+    """Loaders for a :class:`~sepc_torch.training.LabelPool` and for the sets to validate, test and predict on.
 
-    With ``Trainer(reload_dataloaders_every_n_epochs=1)`` an epoch trains on all that is labelled when it starts. A
-    checkpoint holds the pool's record; loading one adds to what the pool knows and never takes a label away.
+    With ``Trainer(reload_dataloaders_every_n_epochs=1)`` each epoch trains on all samples labelled before it starts. A
+    checkpoint holds the pool's record. Loading a checkpoint merges its record into the pool and removes no label.
 
     Args:
-        pool: The samples.
+        pool: The labelled and unlabelled samples.
         val: Validation data set or loader.
         test: Test data set or loader.
         predict: Data set or loader to predict on.
@@ -34,30 +34,31 @@ class PoolDataModule(DataModuleBase):
     def __init__(self, pool: LabelPool, val: Any = None, test: Any = None, predict: Any = None, **loader: Any) -> None:
         super().__init__()
         if not isinstance(pool, LabelPool):
-            raise MisconfigurationException(f"pool must be a LabelPool, got a {type(pool).__name__}.")
+            raise MisconfigurationException(f"pool must be a LabelPool; got a {type(pool).__name__}.")
         for name in ("shuffle", "sampler", "batch_sampler"):
             if name in loader:
                 raise MisconfigurationException(
-                    f"{name} is not yours to choose: training data are shuffled, all others are read in order."
+                    f"{name} cannot be set: the training data are shuffled, and all others are read in order. Leave it "
+                    "out."
                 )
         self.pool = pool
         self.loader_options = loader
-        # Only what there is: Lightning takes a loader method as the promise of data.
+        # Methods are set only for existing data, because Lightning calls every loader method that it finds.
         for name, data in (("val", val), ("test", test), ("predict", predict)):
             if data is not None:
                 setattr(self, f"{name}_dataloader", partial(self._loader, data))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """What is labelled now, shuffled."""
+        """Loader of the samples that are labelled now, shuffled."""
         if len(self.pool.labelled_ids) == 0:
             raise MisconfigurationException(
-                "Nothing is labelled yet, so there is nothing to train on. Label some samples first: "
-                "LabelPool(..., labelled=ids), or pool.label(ids, y)."
+                "The pool has no labelled samples to train on. Label some samples first: LabelPool(..., labelled=ids), "
+                "or pool.label(ids, y)."
             )
         return DataLoader(self.pool.labelled(), shuffle=True, **self.loader_options)
 
     def pool_dataloader(self) -> DataLoader[Any]:
-        """What waits now, in order."""
+        """Loader of the samples that are unlabelled now, in order."""
         return DataLoader(self.pool.pool(), **self.loader_options)
 
     def _loader(self, data: Any) -> DataLoader[Any]:
@@ -68,5 +69,5 @@ class PoolDataModule(DataModuleBase):
         return self.pool.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Add the record of a checkpoint to the pool's own."""
+        """Merge the record of a checkpoint into the pool's."""
         self.pool.absorb(state_dict)

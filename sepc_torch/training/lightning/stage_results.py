@@ -1,4 +1,4 @@
-"""What one stage found: rows collected batch by batch, joined over processes, and made into a table and numbers."""
+"""Results of one stage of the callback: rows are collected per batch, gathered over processes, and summarised."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sepc_torch.training.lightning.lightning_names import MisconfigurationExcept
 from sepc_torch.training.lightning.settings import Functions
 from sepc_torch.training.trust_table import TrustTable
 
-# Labels that an error names.
+# Number of labels in an error message.
 _NAMED = 5
 
 
-class Found(NamedTuple):
-    """A stage's table of all samples, and its numbers."""
+class StageResult(NamedTuple):
+    """Table of all samples of a stage, and its summary statistics."""
 
     table: TrustTable
     numbers: dict[str, float]
 
 
 class StageTables(dict[str, TrustTable]):
-    """Tables by stage, under the short name that is logged (``"val"``) or Lightning's own (``"validate"``).
+    """Tables by stage, under the logged name (``"val"``) or Lightning's name (``"validate"``).
 
     >>> tables = StageTables(val=TrustTable.of([], {}, []))
     >>> tables["validate"] is tables["val"]
@@ -39,26 +39,28 @@ class StageTables(dict[str, TrustTable]):
     def __missing__(self, stage: str) -> TrustTable:
         if stage.startswith("validate") and (short := stage.replace("validate", "val", 1)) in self:
             return self[short]
-        raise KeyError(f"No samples of {stage!r} were judged yet; there are {', '.join(self) or 'none at all'}.")
+        raise KeyError(
+            f"There are no results for the stage {stage!r}; the stages with results are {', '.join(self) or 'none'}."
+        )
 
 
 def network_labels(head: Head, logits: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
-    """The class that the network gives each sample: the column of its largest logit, so columns must be classes."""
+    """Labels predicted by the network: the column of the largest logit, so column c must belong to class c."""
     columns = logits.shape[1]
     if columns < 2:
         raise MisconfigurationException(
-            "logits= gives one number for each sample, and one column for each class is needed. If it is the logit of "
-            "the second of two classes, put a zero before it: logits=lambda module, batch: "
+            "logits= returns one number per sample; expected one column per class. If this number is the logit of the "
+            "second of two classes, add a column of zeros before it: logits=lambda module, batch: "
             "torch.nn.functional.pad(module(batch[0]).view(-1, 1), (1, 0))."
         )
     values = class_values(head)
     outside = values[(values < 0) | (values >= columns)].tolist()
     if outside:
         raise MisconfigurationException(
-            f"logits= gives {columns} columns, which stand for the classes 0 to {columns - 1}; the head was fitted to "
-            f"labels outside of these: {outside[:_NAMED]}. Number the classes from 0 in the data set, or where labels "
-            "are read: TrustMonitor(..., labels=lambda batch: torch.searchsorted(torch.tensor(classes), "
-            "batch[1].cpu())) with your classes in the order of the columns, ascending."
+            f"logits= returns {columns} columns, for the classes 0 to {columns - 1}, but the head was fitted to labels "
+            f"outside this range: {outside[:_NAMED]}. Number the classes from 0, in the data set or by "
+            "TrustMonitor(..., labels=lambda batch: torch.searchsorted(torch.tensor(classes), batch[1].cpu())) with "
+            "your classes in the order of the columns, ascending."
         )
     return logits.argmax(dim=1)
 
@@ -69,7 +71,7 @@ def judged_rows(
     logits: Float[Tensor, "B C"] | None,
     target: Int[Tensor, "B"] | None,
 ) -> Rows:
-    """A batch's columns, on the CPU."""
+    """Columns of a batch, on the CPU: the fields of ``Judged`` and the target if it is known."""
     network = None if logits is None else network_labels(head, logits).to(z.device)
     rows = {name: column.cpu() for name, column in judge(head, z, network)._asdict().items()}
     rows = {name: column.float() if column.is_floating_point() else column.long() for name, column in rows.items()}
@@ -79,26 +81,28 @@ def judged_rows(
 
 
 class Recorder:
-    """Collects the rows of one loader, batch by batch."""
+    """Collects the rows of one loader, batch by batch, on this process."""
 
     def __init__(self) -> None:
         self.parts: list[Rows] = []
         self.names: list[str] = []
 
     def add(self, ids: Ids, rows: Rows) -> None:
-        """The rows of a batch."""
+        """Add the rows of a batch."""
         n = len(rows["trust"])
         if len(ids) != n:
-            raise MisconfigurationException(f"There are {len(ids)} ids for a batch of {n} samples; give one for each.")
+            raise MisconfigurationException(
+                f"There are {len(ids)} ids for a batch of {n} samples; expected one id per sample."
+            )
         if ids and isinstance(ids[0], str):
             self.names += [str(name) for name in ids]
-            numbers = torch.arange(n)  # places in the text, until all are together
+            numbers = torch.arange(n)  # placeholders; `join` assigns numbers to all names
         else:
             numbers = torch.tensor(ids, dtype=torch.int64)
         self.parts.append({"id": numbers, **rows})
 
     def join(self, trainer: Any) -> tuple[Rows, list[str]]:
-        """The rows of all processes, each sample once, by ascending id; and the ids where they are text."""
+        """Gather the rows of all processes, one row per id in ascending order, and the names if the ids are text."""
         shared = set.intersection(*(set(part) for part in self.parts)) if self.parts else set()
         mine = {name: torch.cat([part[name] for part in self.parts]) for name in sorted(shared)}
         rows = gather_rows(trainer, mine)
@@ -109,18 +113,23 @@ class Recorder:
             names = list(places)
         if not rows:
             return rows, names
-        repeats = count_repeats(rows, shared_out=trainer.world_size > 1)
+        repeats = count_repeats(rows, distributed=trainer.world_size > 1)
         if repeats and trainer.is_global_zero:
             warnings.warn(
-                f"{repeats} of {len(rows['id'])} samples have the id of another one, and only the first of each id is "
-                "judged. Let ids= give every sample an id of its own.",
+                f"{repeats} of {len(rows['id'])} samples have the id of another sample, and only the first sample of "
+                "each id is kept. Let ids= return a different id for every sample.",
                 stacklevel=2,
             )
         return unique_rows(rows), names
 
 
 class StageRecords:
-    """Collects the rows of all loaders of a stage."""
+    """Collects the rows of all loaders of a stage.
+
+    Args:
+        captures: The captures of embeddings and logits, by name.
+        functions: The user's functions.
+    """
 
     def __init__(self, captures: dict[str, Capture], functions: Functions) -> None:
         self.captures = captures
@@ -132,26 +141,26 @@ class StageRecords:
         return {**self.__dict__, "recorders": [], "positions": []}
 
     def begin(self, loaders: Any) -> None:
-        """A stage over some loaders; without ids in the batches, their order must be known."""
+        """Begin a stage over its loaders. If the batches carry no ids, the order of the loaders must be fixed."""
         found = loader_list(loaders)
         self.recorders = [Recorder() for _ in found]
         self.positions = [] if self.functions.ids is not None else [positions_of(loader) for loader in found]
 
     def clear(self) -> None:
-        """Forget what was captured."""
+        """Discard the captured values."""
         for capture in self.captures.values():
             capture.clear()
 
     def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int) -> None:
-        """Judge a batch that has just run."""
+        """Evaluate the head on a batch that the module has just processed, and add its rows."""
         n = batch_rows(batch)
         with torch.inference_mode(False), torch.no_grad():
             captured = read_all(self.captures, module, batch, n)
             if captured["emb"].shape[1] != in_features(head):
                 raise MisconfigurationException(
-                    f"Embeddings have {captured['emb'].shape[1]} features, and the head was fitted to "
-                    f"{in_features(head)}. Fit a new one: give no head, and let refit_every_n_epochs be above 0. If "
-                    "their number changes from batch to batch, give embed a function that returns one vector per "
+                    f"Embeddings have {captured['emb'].shape[1]} features, but the head was fitted to "
+                    f"{in_features(head)}. Fit a new head: pass head=None and refit_every_n_epochs above 0. If the "
+                    "number of features changes from batch to batch, pass embed a function that returns one vector per "
                     "sample, always of the same length."
                 )
             labels = batch_labels(batch, self.functions.labels)
@@ -161,17 +170,18 @@ class StageRecords:
         names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids)
         self.recorders[loader].add(names, rows)
 
-    def finish(self, trainer: Any, head: Head, criteria: Criteria) -> list[Found]:
-        """What was found, loader by loader, the same on every process."""
+    def finish(self, trainer: Any, head: Head, criteria: Criteria) -> list[StageResult]:
+        """Results of the stage, one per loader, equal on every process."""
         found = [
-            conclude(*recorder.join(trainer), head, criteria, "logits" in self.captures) for recorder in self.recorders
+            stage_result(*recorder.join(trainer), head, criteria, "logits" in self.captures)
+            for recorder in self.recorders
         ]
         self.recorders = []
         return found
 
 
-def conclude(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool) -> Found:
-    """The table and the numbers of rows that are complete."""
+def stage_result(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool) -> StageResult:
+    """Build the table and the summary statistics of a stage from its gathered rows."""
     rows = rows or _no_rows()
     judged = Judged(**{name: rows[name] for name in Judged._fields})
     values = class_values(head)
@@ -188,16 +198,16 @@ def conclude(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_n
     if target is not None:
         shown["target"] = target
     ids = [names[place] if names else place for place in rows["id"].tolist()]
-    return Found(TrustTable.of(ids, shown, head.classes), numbers)
+    return StageResult(TrustTable.of(ids, shown, head.classes), numbers)
 
 
-def undefined() -> dict[str, float]:
-    """The numbers of a stage of which nothing was judged, under the names they always have."""
+def empty_summary() -> dict[str, float]:
+    """Summary statistics of a stage without samples, under the usual keys."""
     return summary(torch.empty(0), torch.empty(0, dtype=torch.int64), None, torch.empty(0, dtype=torch.bool))
 
 
 def _no_rows() -> Rows:
-    """All columns without a row, so that an empty table reads like any other."""
+    """All columns with zero rows, so that an empty table has the usual columns."""
     codes = ("id", "label", "rule", "network_label")
     return {
         name: torch.empty(0, dtype=torch.int64 if name in codes else torch.float32) for name in ("id", *Judged._fields)
