@@ -14,8 +14,8 @@ Times are medians on the device of ``EllipsoidBank.forward`` and ``SEPC.forward`
 and new output tensors. A forward and its distances are replayed from CUDA graphs, so that the device does not wait for
 Python between the kernels of a small batch; ``called`` are times from events around plain calls, and ``wait`` is the
 time from call to result, Python included. ``floor`` is the time of the three float16 products of the visited blocks, at
-the rate that one large float16 product reaches in the same run, or of reading the points and writing the distances once,
-whichever is more. Models are synthetic (synthetic_models.py).
+the rate that one large float16 product reaches in the same run, or of reading the points and writing the distances
+once, whichever is more. Models are synthetic (synthetic_models.py).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def exact(seed: int, smoke: bool) -> dict[str, Any]:
 
 
 def decisions(model: Synthetic, seeds: list[int]) -> dict[str, Any]:
-    """Rows that differ in each decision, and the largest difference of distances and margins, over one batch per seed."""
+    """Rows that differ in each decision, and the largest difference of distances and margins; one batch per seed."""
     screened, full, plain = model.sepc("triton"), model.sepc("triton"), model.sepc("torch")
     full.screen = False
     differ, torch_differs = Counter[str](), Counter[str]()
