@@ -184,20 +184,30 @@ def _decide_point_pieces(
     ints, floats = _columns(z, origin.dtype, given)
     given = None if given is None else given.contiguous()
     z = within_32_bits(z)
-    count = bank.centers.shape[0]
-    rows = max(1, _PIECE // count)
+    rows = max(1, _PIECE // bank.centers.shape[0])
     with on_device(z):
         for start in range(0, z.shape[0], rows):
             some = slice(start, start + rows)
-            piece, labels = z[some], None if given is None else given[some]
-            size = piece.shape[0]
-            if coarse is not None and size >= _SCREEN_ROWS:
-                distance, _ = modules.screening.screened_distances(piece, labels, origin, bank, coarse, tables.starts)
-            else:
-                distance = torch.empty(count, size, dtype=torch.float32, device=z.device)
-                modules.distances.distances_into(distance, piece, origin, bank, 1, size)
-            modules.decide.decide_into(distance, None, labels, tables, ints[:, some], floats[:, some])
+            labels = None if given is None else given[some]
+            # The distances of a piece are freed before the next piece allocates its own.
+            modules.decide.decide_into(
+                _piece_distances(z[some], labels, origin, bank, coarse, tables), None, labels, tables,
+                ints[:, some], floats[:, some],
+            )  # fmt: skip
     return ints, floats
+
+
+def _piece_distances(
+    z: Tensor, given: Tensor | None, origin: Tensor, bank: Split, coarse: Rounded | None, tables: RuleTables
+) -> Float[Tensor, "K B"]:
+    """Distances of a piece to the ellipsoids; with screening, accurate only where the decision needs them."""
+    modules = _triton()
+    count, rows = bank.centers.shape[0], z.shape[0]
+    if coarse is not None and rows >= _SCREEN_ROWS:
+        return modules.screening.screened_distances(z, given, origin, bank, coarse, tables.starts)[0]
+    distance = torch.empty(count, rows, dtype=torch.float32, device=z.device)
+    modules.distances.distances_into(distance, z, origin, bank, 1, rows)
+    return distance
 
 
 def _decide_point_tensors(
@@ -232,11 +242,10 @@ def _decide_distance_pieces(
     with on_device(distance):
         for start in range(0, len(distance), rows):
             some = slice(start, start + rows)
-            near = None if nearness is None else by_ellipsoid(nearness[some])
-            labels = None if given is None else given[some]
             modules.decide.decide_into(
-                by_ellipsoid(distance[some]), near, labels, tables, ints[:, some], floats[:, some]
-            )
+                by_ellipsoid(distance[some]), None if nearness is None else by_ellipsoid(nearness[some]),
+                None if given is None else given[some], tables, ints[:, some], floats[:, some],
+            )  # fmt: skip
     return ints, floats
 
 
