@@ -205,6 +205,12 @@ def check_pieces(rng: Rng) -> None:
     use_many_rows_from(1)
     whole = kernels.decide_points(z, label, sepc.bank.origin, model, screening=True)
     compare(whole, *sepc.judge(z, label))
+    compiled = torch.compile(
+        lambda z: kernels.decide_points(z, label, sepc.bank.origin, model, screening=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert torch.equal(compiled(z)[0], whole[0])
     kernels._PIECE = 6 * 4
     strided = torch.stack([label + 7, label], dim=1)[:, 1]
     for points, labels in ((z, label), (z.T.contiguous().T, strided)):

@@ -150,7 +150,7 @@ def decide_points(
     coarse_tensors, relative = ([], 0.0) if coarse is None else (list(coarse[:-1]), coarse.relative)
     bank_tensors, table_tensors = list(bank[:-1]), list(tables[:-2])
     return _decide_points(
-        z, given, origin, bank_tensors, bank.reach, coarse_tensors, relative, table_tensors, tables.probes
+        z, given, origin, bank_tensors, bank.reach, coarse_tensors, relative, table_tensors, *tables[-2:]
     )
 
 
