@@ -26,6 +26,9 @@ def test_agrees_with_the_cpu(model: tuple[SEPC, torch.Tensor], precision: str) -
     sepc, z = model
     on_cpu = sepc(z)
     assert set(on_cpu.rule.tolist()) == {0, 1, 2, 3}
+    # Rounding is relative to the terms of the sum, |W| |z - c|, which cancel in thin ellipsoids.
+    offsets = (z - sepc.bank.centers[on_cpu.nearest]).abs().unsqueeze(2)
+    terms = (sepc.bank.whiteners[on_cpu.nearest].abs() @ offsets).norm(dim=(1, 2))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -33,7 +36,8 @@ def test_agrees_with_the_cpu(model: tuple[SEPC, torch.Tensor], precision: str) -
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
-    assert torch.allclose(on_gpu.distance.cpu(), on_cpu.distance, rtol=1e-5, atol=1e-5)
+    agree = on_gpu.nearest.cpu() == on_cpu.nearest
+    assert ((on_gpu.distance.cpu() - on_cpu.distance).abs()[agree] <= 1e-6 + 4e-6 * terms[agree]).all()
     # Rounding may put a point of 22 000 on the other side of a surface, or at another of two equally near ellipsoids.
     for field in ("label", "rule", "nearest"):
         same = (getattr(on_gpu, field).cpu() == getattr(on_cpu, field)).float().mean()
