@@ -1,4 +1,4 @@
-"""Other ways to Mahalanobis distances: on the same device, and scikit-learn on the CPU of the same machine."""
+"""Other methods for Mahalanobis distances: on the same device, and scikit-learn on the CPU of the same machine."""
 
 from __future__ import annotations
 
