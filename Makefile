@@ -8,13 +8,19 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types clean help
+.PHONY: demo test test-all lint types clean help
 
 demo: $(INSTALLED) ## run the demonstration
 	@$(RUN) -m sepc_torch.demo
 
-test: $(INSTALLED) ## run the tests and doctests; more with ARGS, as in make test ARGS="-k partition --seed 7"
-	@$(RUN) -m pytest $(ARGS)
+# One process per core, each with one thread: several threads in each would compete for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
+
+test: $(INSTALLED) ## run the tests and doctests without the slow ones; ARGS="-k partition --seed 7" selects
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED) ## run all tests and doctests, as CI does
+	@$(PYTEST) $(ARGS)
 
 lint: $(INSTALLED) ## check style and format
 	@$(RUN) -m ruff check .
@@ -28,7 +34,7 @@ clean: ## remove the virtual environment, the caches and what the demo wrote
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is written last and removed first, so an interrupted set-up starts again from nothing.
 # torch comes before the rest, pinned: a looser request can pull in gigabytes of CUDA libraries.

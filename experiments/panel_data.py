@@ -117,8 +117,8 @@ def table_case(name: str, data: Data, seed: int, *, open_set: bool = False, **ne
     parts = train_network(standard[train], code[train], seed, **network)
     unknown = {}
     if open_set:
-        strangers = rng.permutation(np.flatnonzero(~known))[: len(test)]
-        unknown["left out"] = _rows(*parts, standard[strangers], np.full(len(strangers), -1))
+        unknown_rows = rng.permutation(np.flatnonzero(~known))[: len(test)]
+        unknown["left out"] = _rows(*parts, standard[unknown_rows], np.full(len(unknown_rows), -1))
     return Case(
         f"{name}, open" if open_set else name,
         _rows(*parts, standard[train], code[train]),
@@ -157,10 +157,8 @@ def clinc_case() -> Case | None:
     train, calibration, test = (
         Rows(x[rows], y[rows], logits[rows]) for rows in (known & (split == part) for part in range(3))
     )
-    strangers = ~known & (split == 2)
-    return Case(
-        "clinc150", train, calibration, test, {"out of scope": Rows(x[strangers], y[strangers], logits[strangers])}
-    )
+    unknown = ~known & (split == 2)
+    return Case("clinc150", train, calibration, test, {"out of scope": Rows(x[unknown], y[unknown], logits[unknown])})
 
 
 def _embeddings(file: str) -> dict[str, Array] | None:

@@ -28,7 +28,7 @@ def summary() -> str:
     better = sum(not _within_noise(row) and _better(row) for row in compared)
     without = sum(_better(row) for row in others)
     return (
-        f"The trust panel asks on {len(sets)} data sets whether the calibrated head ranks mistakes, unknowns, or both "
+        f"The trust panel tests on {len(sets)} data sets whether the calibrated head ranks mistakes, unknowns, or both "
         f"better than the best of {len(PEERS)} other scores, chosen in hindsight for each question. Of {len(compared)} "
         f"questions, the head is better in {better}, worse in {len(compared) - noise - better}, and within noise in "
         f"{noise} (the 95 % interval of a paired bootstrap contains zero). On noisy pictures, which have no "

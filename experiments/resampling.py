@@ -17,7 +17,7 @@ def resampled_aurc(score: Tensor, loss: np.ndarray, counts: np.ndarray) -> np.nd
 def resampled_auroc(known: Tensor, unknown: Tensor, counts: np.ndarray, others: np.ndarray) -> np.ndarray:
     """The share of pairs in which the known row scores above the unknown one, for every resample."""
     order = cat([unknown, known]).argsort(stable=True).numpy()
-    strange = np.hstack([others, np.zeros_like(counts)])[:, order]
-    usual = np.hstack([np.zeros_like(others), counts])[:, order]
-    wins = (usual * strange.cumsum(axis=1)).sum(axis=1)
+    unknown_counts = np.hstack([others, np.zeros_like(counts)])[:, order]
+    known_counts = np.hstack([np.zeros_like(others), counts])[:, order]
+    wins = (known_counts * unknown_counts.cumsum(axis=1)).sum(axis=1)
     return wins / (counts.sum(axis=1) * others.sum(axis=1))

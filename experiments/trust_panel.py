@@ -124,10 +124,10 @@ def joint(case: Case, score: dict[str, Tensor], group: str, seed: int) -> tuple[
     """Scores, right labels and unknown flags of as many known as unknown rows; every score gets the same draw."""
     count = min(len(score["test"]), len(score[group]))
     rng = np.random.default_rng([seed, count])
-    known, strangers = (torch.from_numpy(rng.permutation(len(score[name]))[:count]) for name in ("test", group))
+    known, unknown_rows = (torch.from_numpy(rng.permutation(len(score[name]))[:count]) for name in ("test", group))
     right = torch.cat([tensor(case.test.right)[known], torch.zeros(count, dtype=torch.bool)])
     unknown = torch.arange(2 * count) >= count
-    return torch.cat([score["test"][known], score[group][strangers]]), right, unknown
+    return torch.cat([score["test"][known], score[group][unknown_rows]]), right, unknown
 
 
 def fitted(case: Case) -> tuple[TrustHead, float]:

@@ -1,3 +1,3 @@
-"""Conformal p-values and thresholds with finite-sample guarantees: an alias of :mod:`sepc_torch.head.conformal`."""
+"""Alias of :mod:`sepc_torch.head.conformal` (p-values and thresholds), kept for the documented import path."""
 
 from sepc_torch.head.conformal import *  # noqa: F403

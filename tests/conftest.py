@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     chosen: int | None = config.getoption("--seed")
     config.stash[_SEED] = secrets.randbelow(2**32) if chosen is None else chosen
+    config.option.seed = config.stash[_SEED]  # the worker processes of pytest-xdist inherit the options
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -48,9 +49,15 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng([request.config.stash[_SEED], zlib.crc32(request.node.nodeid.encode())])
 
 
+@pytest.fixture(scope="module")
+def module_rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random inputs for a fixture that all tests of a module share."""
+    return np.random.default_rng([request.config.stash[_SEED], zlib.crc32(request.node.nodeid.encode())])
+
+
 @pytest.fixture
 def seeded() -> None:
-    """The same weights and batches in every run, for tests that train a network and say nothing of chance."""
+    """The same weights and batches in every run, for tests that train a network and do not test randomness."""
     import torch
 
     torch.manual_seed(1)
@@ -59,7 +66,7 @@ def seeded() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.failed and "rng" in getattr(item, "fixturenames", ()):
+    if report.failed and {"rng", "module_rng"} & set(getattr(item, "fixturenames", ())):
         again = f"pytest {shlex.quote(item.nodeid)} --seed {item.config.stash[_SEED]}"
         report.sections.append(("Random inputs", f"repeat with: {again}"))
     return report

@@ -79,7 +79,7 @@ BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "too many features": (
         lambda: np.arange(60.0).reshape(6, 10) ** 2,
         ValueError,
-        r"3 at most, 10 features.*fewer dimensions",
+        r"3 points in 10 features; .* at least 10 points.*fewer dimensions",
     ),
 }
 

@@ -476,6 +476,7 @@ def test_an_index_of_a_parquet_file_is_not_a_feature(folder: Path, tmp_path: Pat
     assert backward["row"].tolist() == forward["row"].tolist()
 
 
+@pytest.mark.slow
 def test_errors_in_a_separate_process(tmp_path: Path) -> None:
     """The error is one line on standard error, and the exit code is 1."""
     command = [sys.executable, "-m", "sepc_torch.cli", "fit", str(tmp_path / "absent.csv"), "-o", "model.safetensors"]
@@ -493,6 +494,7 @@ def test_importing_the_command_line_is_fast() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     printed = succeed("demo", tmp_path / "shown")
     written = {path.name for path in (tmp_path / "shown").iterdir()}

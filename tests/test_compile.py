@@ -35,17 +35,21 @@ PRELUDE = """
 """
 
 
+CHECKS = {
+    "bank": "check(SEPC.from_partition(partition(x, y)).bank, z)",
+    "sepc": "check(SEPC.from_partition(partition(x, y)), z)",
+    "euclidean": "check(SEPC.from_partition(partition(x, y), 'euclidean'), z)",
+    "given labels": "check(SEPC.from_partition(partition(x, y)), z, torch.from_numpy(np.concatenate([y, y])))",
+    "head": "check(TrustHead.fit(x, y, dim=3), z, torch.randn(480, 3))",
+    "calibrated head": (
+        "check(TrustHead.fit(x, y, dim=3).calibrate(x, y, rng.normal(size=(240, 3))), z, torch.randn(480, 3))"
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "body",
-    [
-        "check(SEPC.from_partition(partition(x, y)).bank, z)",
-        "check(SEPC.from_partition(partition(x, y)), z)",
-        "check(SEPC.from_partition(partition(x, y), 'euclidean'), z)",
-        "check(SEPC.from_partition(partition(x, y)), z, torch.from_numpy(np.concatenate([y, y])))",
-        "check(TrustHead.fit(x, y, dim=3), z, torch.randn(480, 3))",
-        "check(TrustHead.fit(x, y, dim=3).calibrate(x, y, rng.normal(size=(240, 3))), z, torch.randn(480, 3))",
-    ],
-    ids=["bank", "sepc", "euclidean", "given labels", "head", "calibrated head"],
+    [pytest.param(body, id=name, marks=[] if name == "bank" else [pytest.mark.slow]) for name, body in CHECKS.items()],
 )
 def test_compiles_and_exports(rng: object, body: str) -> None:
     seed = int(rng.integers(2**31))  # type: ignore[attr-defined]

@@ -223,6 +223,7 @@ def test_p_values_of_the_calibration_distribution_are_uniform(rng: Rng) -> None:
     assert float(smooth.min()) == pytest.approx(1 / (points + 1))
 
 
+@pytest.mark.slow
 def test_p_values_hold_within_every_class(rng: Rng) -> None:
     """The rare class has the larger scores; a p-value against all points together would be too small for it."""
     draws, points, levels = 2000, 60, (0.05, 0.2, 1 / 3, 0.5)
@@ -283,6 +284,7 @@ def test_p_values_on_a_gpu_do_not_synchronise(rng: Rng) -> None:
     assert torch.allclose(by_class.cpu(), class_p_value(known, scores, asked), rtol=1e-15, atol=0)
 
 
+@pytest.mark.slow
 def test_p_values_compile_and_the_import_needs_no_scipy() -> None:
     """In a separate process: torch.compile cannot trace the shape checks of the tests."""
     script = textwrap.dedent(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import joblib
 import numpy as np
+import pytest
 from dask.distributed import Client, LocalCluster, get_task_stream
 
 from sepc_torch import partition
 
 
+@pytest.mark.slow
 def test_a_cluster_gives_the_same_partition(rng: np.random.Generator) -> None:
     y = rng.integers(0, 3, size=120)
     X = rng.normal(size=(120, 3)) + y[:, None]

@@ -199,6 +199,7 @@ def test_data_frames_in_a_pipeline(iris: tuple[pd.DataFrame, pd.Series[Any]]) ->
         pipeline.predict(renamed)
 
 
+@pytest.mark.slow
 def test_cross_validation_and_grid_search(iris: tuple[pd.DataFrame, pd.Series[Any]]) -> None:
     X, y = iris
     pipeline = make_pipeline(StandardScaler(), SEPClassifier())

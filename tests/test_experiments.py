@@ -241,8 +241,8 @@ def test_resamples_are_those_of_the_metrics(rng: np.random.Generator) -> None:
     others = np.stack([np.ones(300, dtype=np.int64), rng.multinomial(300, np.full(300, 1 / 300))])
     areas = resampling.resampled_aurc(known, wrong.astype(float), counts)
     chances = resampling.resampled_auroc(known, unknown, counts, others)
-    for held, strange, area, chance, most in zip(counts, others, areas, chances, (1e-12, 0.03), strict=True):
-        rows, far = (torch.from_numpy(np.repeat(np.arange(len(n)), n)) for n in (held, strange))
+    for held, unknown_counts, area, chance, most in zip(counts, others, areas, chances, (1e-12, 0.03), strict=True):
+        rows, far = (torch.from_numpy(np.repeat(np.arange(len(n)), n)) for n in (held, unknown_counts))
         assert area == pytest.approx(float(aurc(known[rows], torch.from_numpy(~wrong)[rows])), abs=most)
         assert chance == pytest.approx(float(unknown_auroc(known[rows], unknown[far])), abs=1e-12)
 

@@ -39,6 +39,7 @@ def close(a: HeadPrediction, b: HeadPrediction) -> bool:
     return all(torch.allclose(getattr(a, n).double(), getattr(b, n).double(), atol=most) for n, most in apart.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("with_logits", "reference_points"), [(True, 100), (False, 0)])
 def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_points: int) -> None:
     """Calibration sets are drawn with replacement from a pool, so that the true risk is known exactly."""
@@ -372,6 +373,7 @@ def test_files_keep_float64(rng: Rng, tmp_path: Path) -> None:
     assert same(again(z, logits=scores), head(z, logits=scores))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "given", "calibrated"), [(80, 40, True), (80, 0, True), (0, 80, True), (80, 0, False), (0, 80, False)]
 )

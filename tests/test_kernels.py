@@ -62,6 +62,7 @@ def test_the_kernel_says_what_it_needs(rng: Rng) -> None:
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter(rng: Rng) -> None:
     script = Path(__file__).with_name("kernels_in_the_interpreter.py")

@@ -338,6 +338,7 @@ def test_a_batch_of_no_sets(settings: dict[str, Any]) -> None:
     assert z.grad is not None
 
 
+@pytest.mark.slow
 def test_is_not_compiled() -> None:
     """The solver runs uncompiled inside a compiled function.
 
@@ -635,6 +636,7 @@ def test_a_solution_that_is_not_optimal_is_refused(rng: Rng, monkeypatch: pytest
         layer(z)
 
 
+@pytest.mark.slow
 def test_native_needs_no_cvxpy() -> None:
     """None in sys.modules makes an import fail as if the package were missing. The batched method needs no SciPy."""
     code = (

@@ -302,6 +302,7 @@ class TestHooks:
             quiet_trainer(monitor(), folder=tmp_path).fit(broken, loader(blobs(150)), loader(blobs(61, 1)))
         assert not broken.backbone._forward_hooks
 
+    @pytest.mark.slow
     def test_a_compiled_module_is_captured_in_every_batch(self, tmp_path: Path) -> None:
         torch._dynamo.reset()
         model = Net()
@@ -310,6 +311,7 @@ class TestHooks:
         quiet_trainer(watch, folder=tmp_path).fit(model, loader(blobs(150)), loader(blobs(61, 1)))
         assert len(watch.scores["val"]) == 61
 
+    @pytest.mark.slow
     def test_trainers_of_both_packages(self, tmp_path: Path) -> None:
         class Plain(pytorch_lightning.LightningModule):
             backbone: nn.Module

@@ -95,6 +95,7 @@ class TestPool:
         assert all(len(ids) == 30 and min(ids) >= 60 for ids in seen)
         assert seen[0] != seen[1], "the subset depends on the step"
 
+    @pytest.mark.slow
     def test_outer_loop(self, tmp_path: Path) -> None:
         """New weights and a new Trainer in every round, as in benchmarks."""
         pool = LabelPool(blobs(200), labelled=range(30))
@@ -107,6 +108,7 @@ class TestPool:
         assert len(pool.labelled_ids) == 60
         assert pool.round_of[pool.labelled_ids].bincount().tolist() == [30, 10, 10, 10]
 
+    @pytest.mark.slow
     def test_in_fit_loop(self, tmp_path: Path) -> None:
         """The training set grows within one run."""
         pool = LabelPool(blobs(200), labelled=range(30))
@@ -161,7 +163,7 @@ class TestPool:
 
         watch = monitor(refit_every_n_epochs=3, pool=pool, fit={"dim": 2, "max_impure": 2})
         run = quiet_trainer(watch, Contradict(), folder=tmp_path, max_epochs=5, reload_dataloaders_every_n_epochs=1)
-        with pytest.warns(UserWarning, match=r"regions hold more confirmed mistakes.*5 samples predicted as"):
+        with pytest.warns(UserWarning, match=r"Regions with more confirmed mistakes.*: \d+\. .*5 samples predicted as"):
             run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
         assert watch.n_refits == 4, (
             "first validation, epoch 2 by schedule, epoch 3 by the mistakes, epoch 4 as the last"

@@ -93,6 +93,7 @@ class TestRefit:
         )
         assert watch.n_refits == 2
 
+    @pytest.mark.slow
     def test_schedule_and_last_epoch(self, tmp_path: Path) -> None:
         watch, _, run = fitted(tmp_path, trainer={"max_epochs": 5}, refit_every_n_epochs=2)
         assert watch.n_refits == 4, "first validation, epochs 1 and 3, and the last epoch"
@@ -204,6 +205,7 @@ class TestRefit:
 
 
 class TestCheckpoints:
+    @pytest.mark.slow
     def test_a_resumed_run_equals_an_uninterrupted_one(self, tmp_path: Path) -> None:
         def run(epochs: int, ckpt: Path | None) -> tuple[Net, TrustMonitor, L.Trainer]:
             L.seed_everything(3, verbose=False)

@@ -215,6 +215,7 @@ def test_classes_with_unknowns(rng: Rng) -> None:
         assert float(found.compute()) == pytest.approx(float(wanted))
 
 
+@pytest.mark.slow
 def test_classes_gather_over_processes(rng: Rng) -> None:
     """Two processes with different numbers of rows compute the value of one process with all rows."""
     script = textwrap.dedent(

@@ -145,6 +145,7 @@ def test_loading_a_state_dict_updates_the_ends(rng: Rng) -> None:
     assert not Neighbours(points, codes, persistent=False).state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["[30, 1, 19]", "[1, 2] * 20"])
 def test_compiled_and_exported_graphs_hold_one_operator(sizes: str) -> None:
     """In a separate process: torch.compile cannot trace the shape checks of the tests."""

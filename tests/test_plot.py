@@ -111,6 +111,7 @@ def test_axes_have_the_names_of_the_features(rng: np.random.Generator) -> None:
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("length", "width")
 
 
+@pytest.mark.slow
 def test_the_demo_writes_the_files_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
     demo.main(folder)

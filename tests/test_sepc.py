@@ -23,12 +23,19 @@ def blobs(rng: Rng, classes: int = 3, count: int = 240, dim: int = 3) -> tuple[A
     return rng.normal(size=(count, dim)) + 2.0 * rng.normal(size=(classes, dim))[labels], labels
 
 
-@pytest.fixture
-def model(rng: Rng) -> tuple[SEPC, Partition, Tensor, Array]:
-    x, y = blobs(rng)
+@pytest.fixture(scope="module")
+def fitted(module_rng: Rng) -> tuple[SEPC, Partition, Tensor, Array]:
+    x, y = blobs(module_rng)
     names = np.array(["ash", "birch", "cedar"])[y]
     part = partition(x, names)
     return SEPC.from_partition(part), part, torch.from_numpy(x).float(), names
+
+
+@pytest.fixture
+def model(fitted: tuple[SEPC, Partition, Tensor, Array]) -> tuple[SEPC, Partition, Tensor, Array]:
+    """One partition for the module; each test gets its own copy of the frozen model."""
+    sepc, part, x, names = fitted
+    return copy.deepcopy(sepc), part, x.clone(), names
 
 
 def same(a: Prediction, b: Prediction) -> bool:
@@ -174,6 +181,7 @@ def test_euclidean_nearest_is_the_nearest_surface(rng: Rng) -> None:
         assert gaps[int(out.nearest[i])] == pytest.approx(min(gaps), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_wdbc_accuracies() -> None:
     """Ten-fold accuracies of experiments/nearest.py: 92.1 % with Mahalanobis, 96.0 % with Euclidean nearest."""
     from sklearn.datasets import load_breast_cancer

@@ -1,4 +1,4 @@
-"""Validation of training data: conversion of points and labels to float64 arrays and class codes."""
+"""Input checks: points and labels to float64 arrays and class codes; also numbers, choices and torch devices."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
             "Check the label column, or the filter that selected these rows."
         )
     counts = np.bincount(codes)
-    if counts.max() < (points.shape[1] if least_per_class is None else least_per_class):
+    least = points.shape[1] if least_per_class is None else least_per_class
+    if counts.max() < least:
         raise ValueError(
-            f"No class has as many points as there are features ({counts.max()} at most, {points.shape[1]} features), "
-            "so no ellipsoid can be fitted. Project to fewer dimensions first (for example with PCA) or add data."
+            f"The largest class has {counts.max()} points in {points.shape[1]} features; an ellipsoid needs at least "
+            f"{least} points. Project to fewer dimensions first (for example with PCA) or add data."
         )
     return TrainingSet(points, codes, found, names)
 

@@ -1,4 +1,7 @@
-"""Atomic reading and writing of records as safetensors files with JSON metadata, without pickle."""
+"""Saving and loading of partitions, models, heads and label pools: atomic safetensors files with JSON metadata.
+
+The files contain no pickle.
+"""
 
 from __future__ import annotations
 

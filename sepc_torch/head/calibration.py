@@ -1,8 +1,8 @@
-r"""Calibration of a trust head: confidence, typicality, p-values and the joint score.
+r"""Calibration of a trust head: confidence, typicality, p-values, the joint score and the acceptance threshold.
 
 - The confidence is the logistic model of :mod:`sepc_torch.head.confidence`.
-- The typicality of a point is the share of calibration points with a nonconformity score at least as large. Beyond the
-  largest tenth of the scores the share falls exponentially, so that distant points have no ties.
+- The typicality of a point is the share of calibration points with a nonconformity score at least as large. From
+  the start of the largest tenth of the scores on, the share falls exponentially, so that distant points have no ties.
 - The joint score combines both.
 
 The guarantees of p-values and thresholds (:mod:`sepc_torch.head.conformal`) are exact only if the ranked score was not
@@ -39,19 +39,19 @@ from sepc_torch.shapes import Bool, Float, Int
 _MAX_TEMPERATURE = 20.0
 # Bound of the logits: a masked class has the logit -inf.
 _MAX_LOGIT = 1e4
-# Fraction of the calibration points whose mean excess sets the slope of the tail, and the least number of such points.
+# Fraction of calibration points that form the tail (their mean excess sets its slope), and their least number.
 _TAIL_FRACTION = 0.1
 _MIN_TAIL_POINTS = 5
-# Prior odds that a point is of an unknown kind. At the typicality p the odds are UNKNOWN_ODDS / p: known and unknown
-# are equally likely where one calibration point in ten has a nonconformity score as large.
+# Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p, so they are
+# even at p = 0.1.
 UNKNOWN_ODDS = 0.1
 
 
 class Typicality(nn.Module):
     r"""Typicality of points, from several nonconformity scores.
 
-    Each score j becomes the share :math:`p_j` of calibration points with a score as large. Fisher's combination
-    :math:`-\sum_j \log p_j` is one nonconformity score, and becomes a share in the same way.
+    Each score j becomes the share :math:`p_j` of calibration points with a score at least as large. Fisher's
+    combination :math:`-\sum_j \log p_j` is one nonconformity score, and becomes a share in the same way.
     """
 
     ordered: Tensor
@@ -137,9 +137,10 @@ class Acceptance(NamedTuple):
 class LabelCalibration(nn.Module):
     """Calibration for one source of labels: the network, or the head itself.
 
-    ``confidence`` is fitted to all calibration points, ``ranking`` to those that are not ranked. ``held_joint`` holds
-    the joint scores of the ranked points, ``held_right`` whether their labels are right. ``threshold`` is the least
-    accepted joint score. Logits are divided by ``temperature``.
+    ``confidence`` is the reported model, fitted to all calibration points. ``ranking`` is the model inside the joint
+    score, fitted only to the points that are not ranked. ``held_joint`` holds the joint scores of the ranked points,
+    ``held_right`` whether their labels are right. ``threshold`` is the least accepted joint score. Logits are divided
+    by ``temperature``.
     """
 
     held_joint: Tensor
@@ -162,7 +163,7 @@ class LabelCalibration(nn.Module):
         return self.held_joint.shape[0] > 0
 
     def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
-        """Set the threshold: for a risk that holds with probability 1 - delta, or for a flag rate."""
+        """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta."""
         if flag_rate is not None:
             threshold = flag_threshold(self.held_joint, flag_rate)
             if threshold == -math.inf:
@@ -178,7 +179,7 @@ class LabelCalibration(nn.Module):
         return self._set_threshold(found.threshold, found.found)
 
     def least_flag_rate(self, wanted: float) -> float:
-        """Return the wanted rate, or the least rate that this number of points can guarantee if that is larger."""
+        """The larger of the wanted rate and the least rate that this number of points can guarantee."""
         return max(wanted, 1.0 / (len(self.held_joint) + 1))
 
     def _set_threshold(self, threshold: float, found: bool) -> Acceptance:
@@ -284,9 +285,9 @@ class Calibration(nn.Module):
             values: The evidence for the labels.
             label: The labels.
             logits: The network's logits if the labels are the network's.
-            own: Without logits, whether the labels are the head's own. Labels from another source have no calibration,
-                nor have the network's labels after a calibration without logits: their confidence and joint score are
-                NaN.
+            own: Without logits, whether the labels are the head's own. Labels from another source have no
+                calibration. The same holds for the network's labels after a calibration without logits. The confidence
+                and the joint score of labels without a calibration are NaN.
         """
         labels = self.own if logits is None else self.network
         if logits is not None:
@@ -320,8 +321,9 @@ def _finite(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
 def joint_score(confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     r"""Probability :math:`c \, \frac{p}{p + \lambda}` that a label is right and the point is of a known kind.
 
-    At the typicality p, a point is of an unknown kind with odds :math:`\lambda / p`: the prior odds :math:`\lambda`
-    times 1/p, the strongest evidence that a p-value can give against the known kinds.
+    c is the confidence, p the typicality and :math:`\lambda` the prior odds :data:`UNKNOWN_ODDS` that a point is of an
+    unknown kind. At typicality p the odds are :math:`\lambda / p`: the prior odds times 1/p, the strongest evidence
+    that a p-value can give against the known kinds.
 
     >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log())
     tensor([0.8182, 0.0089])

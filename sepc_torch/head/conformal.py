@@ -1,6 +1,7 @@
 r"""Conformal p-values and thresholds with finite-sample guarantees, from a calibration set.
 
-- :func:`conformal_p_value`: how often a point of the calibration distribution has a nonconformity score as large.
+- :func:`conformal_p_value`: how often a point of the calibration distribution has a nonconformity score at least as
+  large.
 - :func:`flag_threshold`: flags at most a chosen share of the points of the calibration distribution.
 - :func:`risk_threshold`: at most a chosen share of the accepted predictions are wrong.
 
@@ -22,6 +23,24 @@ from torch import Tensor
 
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+__all__ = [
+    "ClassCalibration",
+    "RiskThreshold",
+    "binomial_tail",
+    "check_calibration",
+    "check_correct",
+    "check_share",
+    "class_calibration",
+    "class_p_value",
+    "conformal_p_value",
+    "flag_threshold",
+    "p_value_from_sorted",
+    "risk_threshold",
+    "search_level",
+    "sorted_calibration",
+    "upper_bound",
+]
+
 
 class ClassCalibration(NamedTuple):
     """Nonconformity scores of the calibration points of each class.
@@ -38,9 +57,9 @@ class RiskThreshold(NamedTuple):
     """Acceptance threshold that keeps a risk, with its statistics on the calibration points.
 
     ``accepted`` calibration points have a score of at least ``threshold``; ``errors`` of them are wrong, and
-    ``coverage`` is their share of all points. ``bound`` is the Clopper-Pearson upper bound of the risk of the accepted
-    points at the confidence 1 - ``level``, the level of the test of each threshold; it is at most the wanted risk. If
-    no threshold qualifies, ``found`` is False, the threshold is inf, nothing is accepted and the bound is 1.
+    ``coverage`` is their share of all points. ``level`` is the level at which each threshold is tested. ``bound`` is
+    the Clopper-Pearson upper bound of the risk at confidence 1 - ``level``; it is at most the wanted risk. If no
+    threshold qualifies, ``found`` is False, the threshold is inf, nothing is accepted and the bound is 1.
     """
 
     threshold: float
@@ -145,7 +164,7 @@ def class_p_value(
         calibration: The result of :func:`class_calibration`.
         strangeness: Nonconformity scores of the points to assess. NaN counts as inf.
         label: The class that each point is compared with. p is 1 for a class without calibration points (0 in
-            ``counts``), and for a label that is no class, such as -1.
+            ``counts``), and for a label outside the classes, such as -1.
 
     >>> known = class_calibration(torch.tensor([0.3, 0.1, 0.2]), torch.tensor([0, 0, 2]), classes=3)
     >>> class_p_value(known, torch.tensor([0.2, 0.2, 0.9]), torch.tensor([0, 1, 2]))
@@ -163,7 +182,7 @@ def class_p_value(
         further = below + 2**power
         value = flat[row * most + further.clamp(max=most) - 1]
         below = torch.where((further <= most) & (value < scores), further, below)
-    # The padding (inf) is never below a score, so below <= count, except for labels that are no class.
+    # The padding (inf) is never below a score, so below <= count, except for labels outside the classes.
     return ((1 + (count - below).clamp(min=0)).double() / (count + 1)).to(strangeness.dtype)
 
 
@@ -201,12 +220,12 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
     A threshold with n accepted points, e of them wrong, qualifies if the exact binomial tail
     :math:`P(\mathrm{Bin}(n, r) \le e)` is at most a level :math:`\alpha`. :func:`search_level` sets :math:`\alpha` so
     that the search over all distinct scores fails with probability at most :math:`\delta`. The guarantee holds for all
-    thresholds at once and for every distribution. No higher level has this property: a useless score of risk r attains
-    :math:`\delta`.
+    thresholds at once and for every distribution. Up to 1 %, no higher level :math:`\alpha \le \delta` has this
+    property: the search over a useless score of risk r would fail with a probability above :math:`\delta`.
 
     Args:
-        score: Scores of the calibration predictions, higher is safer. A score of -inf is accepted last; inf raises an
-            error. New scores must be computed in the same way and dtype.
+        score: Scores of the calibration predictions, higher is safer; -inf is allowed and is accepted last, inf raises
+            an error. New scores must be computed in the same way and dtype.
         correct: Whether each of these predictions is right.
         risk: The allowed share r of wrong predictions among the accepted ones.
         delta: The allowed probability :math:`\delta` that the guarantee fails.
@@ -221,7 +240,8 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
     check_correct(correct, score)
     if bool((score == torch.inf).any()):
         raise ValueError(
-            "A calibration score is inf, which every threshold accepts; use a finite score, such as m / (1 + m)."
+            "A calibration score is inf, so every threshold would accept it. Use a finite score, for instance "
+            "1 - 1 / (1 + s) for s >= 0."
         )
     value, group = np.unique(score.detach().cpu().double().numpy(), return_inverse=True)
     wrong = (~correct).cpu().double().numpy()
@@ -239,17 +259,18 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
 
 @functools.lru_cache(maxsize=256)
 def search_level(points: int, risk: float, delta: float) -> float:
-    r"""Highest level :math:`\alpha` of the tests in :func:`risk_threshold` that limits the search's failure to delta.
+    r"""Highest level :math:`\alpha \le \delta` of the tests that limits the failure of :func:`risk_threshold` to delta.
 
     .. math:: P\big(\exists\, n \le M : P(\mathrm{Bin}(n, r) \le E_n) \le \alpha\big) \le \delta, \quad
         E_n = e_1 + \dots + e_n, \quad e_i \sim \mathrm{Bernoulli}(r),
 
-    and no :math:`\alpha` larger by more than 1 % satisfies the inequality. The left side is the failure probability of
-    a useless score of risk r. No other distribution has a larger one. Proof: let B be the set of thresholds whose risk
-    exceeds r. For t in B, :math:`P(S \ge t, \mathrm{wrong}) \ge r P(S \ge t)` and
+    and no :math:`\alpha \le \delta` larger by more than 1 % satisfies the inequality. The left side is the failure
+    probability of a useless score of risk r. No other distribution has a larger one. Proof: let B be the set of
+    thresholds whose risk exceeds r. For t in B, :math:`P(S \ge t, \mathrm{wrong}) \ge r P(S \ge t)` and
     :math:`P(S \ge t, \mathrm{right}) \le (1 - r) P(S \ge t)`. Each calibration point can therefore be coupled with a
     point of the useless score such that, for all t in B at once, wrong points are accepted at least as often and right
-    points at most as often. The tail decreases in both directions.
+    points at most as often. The tail falls with fewer wrong and with more right points, so the useless score qualifies
+    whenever this one does.
 
     >>> round(search_level(1000, risk=0.05, delta=0.1), 3)
     0.018
@@ -293,7 +314,7 @@ def upper_bound(errors: int, points: int, level: float) -> float:
 
 
 def check_calibration(values: Any) -> None:
-    """Raise an error for calibration points that are not a 1-D floating-point tensor without NaN."""
+    """Raise an error unless the calibration points are a 1-D floating-point tensor without NaN."""
     _check_vector(values, "calibration points")
     if bool(values.isnan().any()):
         raise ValueError(
@@ -303,7 +324,7 @@ def check_calibration(values: Any) -> None:
 
 
 def check_correct(correct: Any, score: Tensor) -> None:
-    """Raise an error for anything but a boolean tensor with one element for each score."""
+    """Raise an error unless ``correct`` is a boolean tensor with one element per score."""
     if not isinstance(correct, Tensor) or correct.dtype != torch.bool:
         given = correct.dtype if isinstance(correct, Tensor) else type(correct).__name__
         raise TypeError(f"correct must be a boolean tensor, got {given}; use label == target.")
@@ -359,9 +380,9 @@ def _fewest_points(points: int, risk: float, level: float) -> Int[Array, "E"]:
 
 
 def _chance_to_qualify(corners: Int[Array, "E"], risk: float) -> float:
-    """Probability of at most e errors in the first ``corners[e]`` points for some e, if each point errs with this risk.
+    """Probability that, for some e, the first ``corners[e]`` points hold at most e errors; each errs with ``risk``.
 
-    Steps from corner to corner with the distribution of the number of errors among the paths that have not qualified.
+    Goes from corner to corner with the distribution of the error count over the paths that have not qualified yet.
     """
     from scipy.stats import binom
 

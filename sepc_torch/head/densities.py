@@ -1,4 +1,4 @@
-r"""Class densities: Student's t mixtures over the regions of a partition.
+r"""Class densities for the evidence: Student's t mixtures over whole classes and the pieces of their ellipsoids.
 
 A region is a group of training points: a whole class, or the points of a class in one ellipsoid (a piece). The n points
 of a region are taken as a sample of a Gaussian with unknown mean and covariance. Their posterior predictive density is

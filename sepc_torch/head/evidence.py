@@ -1,7 +1,8 @@
-r"""Evidence for a label at a point, and nonconformity scores of the point; continuous in the point.
+r"""Evidence for a label (class densities, nearest training points), and nonconformity scores of a point.
 
 The paper's trust counts the training points of a region. It explains a prediction, but it is 1 in most places and
-cannot rank points there. Two log ratios can rank. Both compare the class c of the label with all other classes:
+cannot rank points there. Two log ratios can rank. Both are continuous in the point and compare the class c of the label
+with all other classes:
 
 - regions: :math:`\log \frac{p(z, c)}{\sum_{c' \ne c} p(z, c')}` with the densities of :mod:`sepc_torch.head.densities`,
 - neighbours: :math:`\log \frac{d_{\ne c}(z)}{d_c(z)}`, the distance to the nearest training point of another class
@@ -28,10 +29,10 @@ from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 
-# Most directions for densities and for whitened distances: the error of an estimated covariance grows with them, and
-# memory and time of a region grow with their square.
+# Largest number of directions for densities and for whitened distances: the error of an estimated covariance grows with
+# them, and memory and time of a region grow with their square.
 _MAX_DIRECTIONS = 64
-# Bound of the log ratio of distances: a point on a training point has the distance zero. e**7 is about a thousand.
+# Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 _MAX_LOG_RATIO = 7.0
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 _MAX_SOFTMAX = 10.0
@@ -167,10 +168,10 @@ def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Ten
 def pieces_of(
     part: Partition, points: Float[Array, "N R"], codes: Int[Array, "N"], device: torch.device | str | None = None
 ) -> Int[Array, "N"]:
-    """Index of the nearest ellipsoid of its own class for each point; -1 if that piece is too small.
+    """Index of the nearest ellipsoid of its own class for each point.
 
-    A piece is too small if it has no more points than dimensions. With a torch device the distances are computed there,
-    otherwise in NumPy.
+    The points of one ellipsoid form a *piece*; the index is -1 if the piece is too small: if it has no more
+    points than dimensions. With a torch device the distances are computed there, otherwise in NumPy.
     """
     piece = np.empty(len(points), dtype=np.int64)
     for c in range(len(part.classes)):
@@ -201,8 +202,8 @@ def fit_evidence(
         points: Training embeddings.
         codes: The class of each embedding.
         pieces: The piece of its class that each embedding belongs to; -1 for no piece.
-        reference_points: Most training points to keep, proportional to class sizes and at least one per class; 0 keeps
-            none.
+        reference_points: Largest number of training points to keep, proportional to class sizes and at least one per
+            class; 0 keeps none.
         seed: Seed of the random choice of reference points.
     """
     polar = fit_projection(points, codes, _MAX_DIRECTIONS, "polar", "pca")

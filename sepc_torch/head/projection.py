@@ -1,4 +1,7 @@
-r"""Projection of embeddings to the coordinates of the partition: normalise, centre, project, whiten."""
+r"""Projections of embeddings (PCA or LDA) for the partition, the class densities and the whitened distances.
+
+A projection normalises, centres and projects embeddings, and scales every direction to unit variance.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def fit_projection(
     Args:
         x: The embeddings.
         codes: The class of each embedding.
-        dim: Most directions to keep.
+        dim: Largest number of directions to keep.
         normalize: ``"l2"`` divides embeddings by their length. ``"standardize"`` divides features by their standard
             deviation. ``"polar"`` keeps the direction of an embedding and, as one more feature, the logarithm of its
             length.

@@ -1,4 +1,4 @@
-"""Temperature scaling of logits (Guo et al. 2017)."""
+"""Temperature scaling of a network's logits (Guo et al. 2017), for the calibration of a head and for baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Trust head for the embeddings of a neural network: normalise, project, partition, calibrate.
+r"""The module :class:`TrustHead`: fit, calibrate, predict, accept and save, for a neural network's embeddings.
 
 ::
 
@@ -117,16 +117,16 @@ class TrustHead(nn.Module):
             normalize: ``"l2"`` scales embeddings to unit length, which improves distances for most networks;
                 ``"standardize"`` divides features by their standard deviation; ``None`` leaves embeddings unchanged.
             projection: ``"pca"``, or ``"lda"`` to use the labels.
-            max_impure: Most points of other classes in an ellipsoid. By default 1 % of the size of the median class,
-                and at least 2.
+            max_impure: Largest number of points of other classes in an ellipsoid. By default 1 % of the size of the
+                median class, and at least 2.
             nearest: The distance that finds the nearest ellipsoid of a point outside every ellipsoid; see
                 :meth:`SEPC.from_partition`.
             nan_policy: ``"raise"`` or ``"flag"`` for embeddings that hold NaN or, with ``"l2"``, only zeros, and for
                 logits that hold NaN. Flagged rows have the label -1, no trust and no confidence, and are not accepted;
                 see :class:`~sepc_torch.HeadPrediction`. Compiled code and CUDA graphs flag under either policy.
-            reference_points: Most training embeddings to keep for the distance to the nearest one; at least one per
-                class. By default 16 384, and fewer above 512 features. With 0 the head keeps none, and confidence and
-                nonconformity score depend on the class densities only.
+            reference_points: Largest number of training embeddings to keep for the distance to the nearest one; at
+                least one per class. By default 16 384, and fewer above 512 features. With 0 the head keeps none, and
+                confidence and nonconformity score depend on the class densities only.
             floor: Least semi-axis, in standard deviations.
             solver: ``"native"`` or the name of an installed cvxpy solver.
             n_jobs: Number of processes, as in joblib.

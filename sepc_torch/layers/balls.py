@@ -1,4 +1,4 @@
-r"""Sets that a ball of the floor's radius covers: find them, and differentiate the analytic centre of the ball.
+r"""Point sets that fit in a ball of the floor's radius: find them, differentiate the centre of the ball.
 
 Lengths are in units of the floor, so that the ball has radius 1. Every centre within distance 1 of all points gives the
 least volume, and every multiplier of program (2) is zero. The layer returns the limit of the central path, the analytic

@@ -1,1 +1,1 @@
-"""The frozen classifier: ellipsoid bank, rules, trust and explanation; ``kernels`` holds its CUDA half."""
+"""The frozen classifier: ellipsoid bank, rules, trust and explanation; ``kernels`` holds its CUDA kernels."""

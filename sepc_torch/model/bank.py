@@ -1,4 +1,4 @@
-r"""Ellipsoid bank: torch module that maps points (B, D) to distances (B, K)."""
+r"""Ellipsoid bank: torch module that maps points (B, D) to Mahalanobis distances (B, K)."""
 
 from __future__ import annotations
 

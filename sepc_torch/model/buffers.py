@@ -1,4 +1,4 @@
-"""Buffer conversion: keep float32 as the lowest precision, resize buffers to a state dict."""
+"""Module buffers: never narrower than float32, and resized to the shapes of a state dict when loading."""
 
 from __future__ import annotations
 

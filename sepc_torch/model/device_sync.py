@@ -1,4 +1,4 @@
-"""Device synchronisation and warm-up.
+"""Device synchronisation (when the host may read a tensor), and warm-up before first use.
 
 Reading a tensor's values on the host synchronises with its device. A graph that ``torch.compile`` traces or that CUDA
 captures cannot synchronise. Warm-up moves compilation and memory allocation before the first request.

@@ -1,7 +1,4 @@
-"""Validation of inference inputs.
-
-The inputs are points, a network's logits, and labels as class indices or by name.
-"""
+"""Validation of inference inputs: points, a network's logits, and labels as class indices or by name."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from sepc_torch.data.arrays import label_array, label_codes
 from sepc_torch.model.device_sync import can_synchronize
-from sepc_torch.shapes import Bool, Int
+from sepc_torch.shapes import Bool, Float, Int
 
 
 def points_as_tensor(z: Any, feature_names: tuple[str, ...] | None, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -33,6 +30,24 @@ def points_as_tensor(z: Any, feature_names: tuple[str, ...] | None, device: torc
         z = torch.from_numpy(np.array(z, dtype=np.float64))  # copy: arrays of DataFrames can be read-only
     z = z.to(device)
     return z if z.is_floating_point() else z.to(dtype)
+
+
+def select_row(points: Tensor, i: int | None) -> tuple[Float[Tensor, "B D"], int | None]:
+    """One point or row i of a batch as a batch of one, with its row number; a whole batch, with None, if i is None.
+
+    >>> select_row(torch.tensor([[1.0], [2.0]]), -1)
+    (tensor([[2.]]), 1)
+    """
+    if points.dim() == 1:
+        if i not in (None, 0):
+            raise IndexError(f"There is no row {i}: z is a single point. Leave out i or pass 0.")
+        return points.unsqueeze(0), 0
+    if i is None:
+        return points, None
+    if not -len(points) <= i < len(points):
+        raise IndexError(f"There is no row {i}: z has {len(points)} rows, numbered from 0.")
+    row = i % len(points)
+    return points[row : row + 1], row
 
 
 def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> None:

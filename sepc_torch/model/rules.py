@@ -1,4 +1,6 @@
-r"""Decision rules: label, rule and class counts of a point from its distances to the ellipsoids.
+r"""Decision rules of the paper in torch: label, rule and class counts of a point, from its distances.
+
+``kernels.decide`` applies the same rules on CUDA.
 
 ======================  =====================================  ==================================================
 rule                    the point lies                         label
@@ -7,13 +9,14 @@ rule                    the point lies                         label
 ``Rule.OVERLAP``  R2a   in several ellipsoids                  majority of the training points in all of them
 ``Rule.UNION``    R2b   in several ellipsoids whose            majority of the training points in any of them
                         intersection holds no training point
-                        or a tie
+                        or no single majority
 ``Rule.OUTSIDE``  R3    in no ellipsoid                        class of the nearest ellipsoid, expanded until it
                                                                touches the point
 ======================  =====================================  ==================================================
 
 Exactly one rule applies to a point. A tie in the union goes to the tied class with the nearest ellipsoid. If several
-ellipsoids are equally near to a point outside, all of them are expanded, and their majority decides as in R2a and R2b.
+ellipsoids are equally near to a point outside, all of them are expanded. The least class counts over them decide as
+in R2a, and if these tie, the greatest as in R2b.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Bool, Float, Int
 
-# Distances that differ relatively by less count as equally near: ten times the rounding of a distance in float32.
+# Relative difference up to which distances count as equal: ten times the rounding of a float32 distance.
 NEAREST_TIE = 1e-6
 
 

@@ -28,7 +28,7 @@ from sepc_torch.model.kernels import (
     kernels_for,
 )
 from sepc_torch.model.prediction import Prediction, bad_rows, predict_for_label, predictions_from_kernel, with_gradient
-from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows
+from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows, select_row
 from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.model.trust import posterior
 from sepc_torch.partitioning.record import Partition
@@ -317,26 +317,18 @@ class SEPC(nn.Module):
             z: One point (D,) or a batch (B, D).
             i: Row of the batch to explain; by default all rows, as a list.
         """
-        points = self.as_tensor(z)
-        if points.dim() == 1:
-            if i not in (None, 0):
-                raise IndexError(f"There is no row {i}: z is a single point. Leave out i or pass 0.")
-            points, i = points.unsqueeze(0), 0
-        if i is not None:
-            if not -len(points) <= i < len(points):
-                raise IndexError(f"There is no row {i}: z has {len(points)} rows, numbered from 0.")
-            points = points[i : i + 1] if i >= 0 else points[i:][:1]
+        points, row = select_row(self.as_tensor(z), i)
         distance, found = self._resolve(points)
         bad = bad_rows(distance)
         if bool(bad.any()):
             raise ValueError(
-                f"Row {int(bad.nonzero()[0])} holds NaN, infinity or numbers too large for {distance.dtype}: it has no "
-                "prediction to explain. Leave this row out."
+                f"Row {int(bad.nonzero()[0]) if row is None else row} holds NaN, infinity or numbers too large for "
+                f"{distance.dtype}: it has no prediction to explain. Leave this row out."
             )
         model = ModelParts(self.bank, self.training_counts, self.totals, self.classes, self.feature_names)
         prediction = predict_for_label(distance, found, self.training_counts, self.totals, found.label)
         rows = explain_rows(model, points, distance, found.counts, prediction)
-        return rows[0] if i is not None else rows
+        return rows if row is None else rows[0]
 
     def as_tensor(self, z: Any) -> Tensor:
         """Convert an array, list of rows, DataFrame or tensor to a floating-point tensor on the model's device."""
@@ -346,7 +338,7 @@ class SEPC(nn.Module):
         """Write the model to a safetensors file: buffers and metadata, without pickle and without training points."""
         state = self.state_dict()
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
-        files.write(path, "sepc", arrays, self._metadata())
+        files.write(path, "sepc", arrays, self.get_extra_state())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> SEPC:
@@ -373,7 +365,8 @@ class SEPC(nn.Module):
             made=metadata["made"],
         )
 
-    def _metadata(self) -> dict[str, Any]:
+    def get_extra_state(self) -> dict[str, Any]:
+        """Labels and options for files and state dicts, as plain types that ``weights_only=True`` can read."""
         return {
             "classes": self.classes,
             "feature_names": None if self.feature_names is None else list(self.feature_names),
@@ -381,10 +374,6 @@ class SEPC(nn.Module):
             "nan_policy": self.nan_policy,
             "made": self.made,
         }
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Labels and options for the state dict, as plain types that ``weights_only=True`` can read."""
-        return self._metadata()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore labels and options from a state dict."""

@@ -1,4 +1,4 @@
-r"""Custom torch operators: distances, region counts and expanded counts for batches of points.
+r"""Custom torch operators: distances and class counts for batches; also operator registration, full precision.
 
 ``torch.compile`` and ``torch.export`` treat each operator as one opaque node, without a graph break. Inside, an
 operator processes the batch in pieces of bounded memory and can read values. Only ``distances`` is differentiable, in

@@ -7,13 +7,13 @@ set with an ellipsoid. While an ellipsoid holds more than ``max_impure`` remaini
 selection is repeated on the points that the ellipsoid covers. The paper leaves some cases open. The code decides them
 as follows:
 
-- An ellipsoid is impure if it holds *more than* ``max_impure`` points of the other set. Algorithm 1 prints "at least";
+- An ellipsoid is impure if it holds *more than* ``max_impure`` points of the other set. Algorithm 1 says "at least";
   with "at least", ``max_impure=0`` would never end.
-- If :math:`c = d`, or if the selection leaves out no point, both hulls are reduced to their centroids instead. If the
+- If :math:`c = d`, or if the selection leaves out no point, the centroids of both sets replace c and d. If the
   centroids do not help either, the points cannot be separated further, and a *terminal* ellipsoid covers all of them.
-- A selection with no more points than dimensions consists of *isolated* points, and so does a remainder, after the last
-  iteration, with fewer points than dimensions. Each isolated point gets a ball whose radius is the least semi-axis.
-  Dimensions are those that the data span: a constant or dependent feature adds none.
+- A selection with no more points than dimensions is not covered by an ellipsoid; its points are *isolated*. So are the
+  points left after the last iteration, if fewer than dimensions. Each isolated point gets a ball whose radius is the
+  least semi-axis. Dimensions are counted in the span of the data; constant or dependent features do not count.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sepc_torch.solvers import NATIVE, ellipsoids_intersect, minimum_volume_elli
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
 from sepc_torch.solvers.reduced_hull import closest_points
 
-# Points within this share of the spread along w below the hyperplane count as beyond it: the error that an
-# interior-point solver leaves in c and d.
+# Tolerance of the selection, relative to the spread along w: interior-point solvers leave an error of this size in c
+# and d.
 _TIE = 1e-7
-# Support points lie on the surface. A point farther inside than this has only the residual weight of the solver.
+# Support points must lie this near to the surface. Points farther inside have weight only from the solver's error.
 _ON_SURFACE = 1e-4
 # Hulls count as touching when c and d are closer than this share of the data's extent.
 _COINCIDENT = 1e-7
@@ -116,8 +116,8 @@ class Separator:
     Args:
         max_impure: Remaining points of the other set that an ellipsoid may hold.
         floor: Least semi-axis of an ellipsoid.
-        dim: Dimension of the space that the data span, by default the number of features. The points of a set with no
-            more points than this are isolated.
+        dim: Dimension of the space that the data span, by default the number of features. Selections with at most this
+            many points are treated as isolated points.
         metric: Factor by which each feature is scaled for the reduced hulls. Reduced hulls depend on the scale of the
             features, ellipsoids do not.
         tol: Relative gap to which ellipsoids are certified.
@@ -170,8 +170,8 @@ class Separator:
             iteration += 1
         for side in (0, 1):
             if self.keep[side] and len(left[side]):
-                # Line 27 of Algorithm 1 asks for n points here, one less than the loop does. The two points of each
-                # class of XOR are therefore covered by an ellipsoid.
+                # Line 27 of Algorithm 1 needs n points here, the loop n + 1. The two points of each XOR class therefore
+                # get an ellipsoid.
                 covering = self._cover(sets[side][left[side]]) if len(left[side]) >= dim else None
                 others = sets[1 - side][left[1 - side]]
                 pieces += self._pieces(side, Kind.TERMINAL, iteration, sets[side], left[side], others, covering)
@@ -238,7 +238,8 @@ class Separator:
         """Yield the pairs (c, d) to try: the closest points of the reduced hulls, then the centroids."""
         means = x.mean(axis=0), y.mean(axis=0)
         extent = max(float(np.maximum(z.max(axis=0) - means[0], means[0] - z.min(axis=0)).max()) for z in (x, y))
-        if len(x) != len(y):  # reduced hulls of sets of equal size are the centroids, which come below
+        # For sets of equal size the reduced hulls are the centroids, which are yielded below.
+        if len(x) != len(y):
             c, d = self._closest(x, y, 1.0 / min(len(x), len(y)), guess)
             if float(np.linalg.norm(c - d)) > _COINCIDENT * extent:
                 yield c, d

@@ -1,9 +1,9 @@
-r"""Class counts of the training points in each region (cell) and near each ellipsoid.
+r"""The :class:`Ledger` of a partition: class counts in each region (cell), sorted distances to each ellipsoid.
 
-A *cell* is a distinct pattern of membership in the ellipsoids that occurs among the training points. The number of
-training points of each class in all, or in any, of some ellipsoids is a matrix product of the cells with their counts.
-A point outside every ellipsoid is classified by expanded ellipsoids. For them the sorted distances of the training
-points are kept, by ellipsoid and class. The training points themselves are not kept.
+A *cell* is a distinct pattern of membership in the ellipsoids that occurs among the training points. For any set
+of ellipsoids, a matrix product of cells and counts gives the training points of each class in their intersection and in
+their union. A point outside every ellipsoid is classified by expanded ellipsoids. To count in them, the ledger keeps
+the sorted distances of the training points, by ellipsoid and class. It does not keep the training points themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Largest number of distances kept per ellipsoid and class. The distances of a class with more points are thinned evenly
 # by rank.
 RESOLUTION = 512
-# Float64 numbers in one batch of offsets on a device: half a GiB.
+# Float64 values in one batch of differences on a device: half a GiB.
 _BATCH = 2**26
 
 
@@ -74,7 +74,7 @@ def ledger(
     totals = np.bincount(codes, minlength=classes)
     resolution = int(min(totals.max(), RESOLUTION))
     steps = np.arange(1, resolution + 1)
-    # Evenly spaced counts that end at the size of the class; all counts for a class no larger than the resolution.
+    # Evenly spaced counts up to the class size; every count if the class has at most ``resolution`` points.
     counts_at = np.where(
         totals[:, None] <= resolution, np.minimum(steps, totals[:, None]), -(-steps * totals[:, None] // resolution)
     )

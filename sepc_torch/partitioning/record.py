@@ -1,4 +1,4 @@
-"""The records :class:`Partition` and :class:`PartitionEllipsoid`: results, tables, equality, saving and loading."""
+"""The records :class:`Partition` (the fitted result) and :class:`PartitionEllipsoid`, with saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Native solver of program (2) with an active floor: its concave dual, by the interior-point method on a working set.
+r"""Native solver of program (2) with an active floor (least semi-axis): interior-point method on the dual.
 
 The floor :math:`\tau` is active if the minimum-volume ellipsoid without a floor has a semi-axis below :math:`\tau`. In
 units of :math:`\tau` the program is program (2) with :math:`P = A^2 \preceq I`. Let :math:`\lambda \ge 0` be the
@@ -11,7 +11,7 @@ is :math:`P = \min(1, 1/S)` in the eigenvectors of :math:`S`, and the dual is th
 
 The gradient of the dual is :math:`\tfrac12 (h_i - 1)` with :math:`h_i = (z_i - c)^\top P (z_i - c)`. The ellipsoid
 :math:`P / \max_i h_i` covers all points, and its log-volume exceeds the minimum by at most
-:math:`\tfrac D2 \log \max_i h_i + \tfrac12 \sum_i \lambda_i (1 - h_i)`.
+:math:`\tfrac D2 \log \max_i h_i + \tfrac12 \sum_i \lambda_i (1 - h_i)`. The method uses a working set of the points.
 """
 
 from __future__ import annotations

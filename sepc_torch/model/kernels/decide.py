@@ -1,14 +1,16 @@
-r"""Decision kernels: rule, label, trust, margin, nearest ellipsoid and runner-up of every row, from its distances.
+r"""Decision kernels, the rules on CUDA: label, rule, trust, margin, nearest and runner-up, from distances.
 
 Two kernels give the results of :func:`sepc_torch.model.rules.resolve` without a matrix product over the cells and
 without synchronising with the host.
 
-1. ``_decide_rows`` passes once over the distances of a row. It finds the members of the row (the ellipsoids that hold
-   it), the nearest ellipsoid, and the nearest of another class. Then it looks the row up in the rule tables
+A row is one point. Its *members* are the ellipsoids that contain it.
+
+1. ``_decide_rows`` passes once over the distances of a row. The kernel finds the members, the nearest ellipsoid, and
+   the nearest ellipsoid of another class. Then it looks the row up in the rule tables
    (:class:`~sepc_torch.model.kernels.tables.RuleTables`).
-2. ``_count_rows`` takes the rows that the first kernel left pending: rows in a set of ellipsoids that no training point
-   shares, rows for which several classes tie for the majority, and rows equally near to several ellipsoids. It counts
-   the training points of the region and applies the majority rules.
+2. ``_count_rows`` takes the rows that the first kernel left pending: rows whose set of members is that of no training
+   point, rows for which several classes tie for the majority, and rows outside that are equally near to several
+   ellipsoids. It counts the training points of the region and applies the majority rules.
 
 Per-row values are blocks of shape [tile]. Distances are stored ellipsoid by ellipsoid, (K, B).
 """
@@ -32,7 +34,7 @@ _LIMIT = 1.0 + SURFACE_TOLERANCE
 _TIE = 1.0 + NEAREST_TIE
 _SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
 _UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
-# Labels of the rows that wait for the second kernel: inside several ellipsoids, and outside all of them.
+# Labels that mark a row as pending for the second kernel: inside several ellipsoids, and outside all of them.
 _PENDING_INSIDE = tl.constexpr(-2)
 _PENDING_OUTSIDE = tl.constexpr(-3)
 _NONE = tl.constexpr(2**31 - 1)
@@ -42,7 +44,7 @@ _trust = jit(trust_ratio)
 
 @jit
 def ordered(x):
-    """Numbers with NaN replaced by minus infinity: torch's minimum prefers NaN."""
+    """Replace NaN by minus infinity, so that NaN counts as the minimum, as in torch."""
     return tl.where(x == x, x, float("-inf"))
 
 
@@ -57,7 +59,7 @@ def two_least(x, k, least, where, second):
 def _nearer(
     least, where, second, label, other, other_label, least_2, where_2, second_2, label_2, other_2, other_label_2
 ):  # fmt: skip
-    """Combine two partial results of :func:`_scan`; of equal distances the lower index is nearer."""
+    """Combine two partial results of :func:`_scan`; ties go to the lower index."""
     swap = (least_2 < least) | ((least_2 == least) & (where_2 < where))
     least, least_2 = tl.where(swap, least_2, least), tl.where(swap, least, least_2)
     label, label_2 = tl.where(swap, label_2, label), tl.where(swap, label, label_2)
@@ -79,9 +81,9 @@ def _scan(
 ):  # fmt: skip
     """One pass over the distances of a tile of rows, ``lanes`` ellipsoids at a time.
 
-    Returns, for each row: the least distance, its ellipsoid, the second least distance, the class of the nearest, the
-    least distance of another class, that class; the number of members, the sum of their indices, their hash; and
-    whether any distance is finite.
+    Returns, for each row: the least distance, its ellipsoid, the second least distance, the class of the nearest
+    ellipsoid, the least distance to an ellipsoid of another class, and that class; the number of members, the sum of
+    their indices, their hash; and whether any distance is finite.
     """
     lane = tl.arange(0, lanes)
     unset = tl.full([row.shape[0], lanes], float("inf"), distance.dtype.element_ty)
@@ -121,7 +123,7 @@ def _scan(
 
 @jit
 def _two_nearest(numbers, row, live, rows, ellipsoids, lanes: tl.constexpr, unroll: tl.constexpr):
-    """The least number of each row, its index, and the second least; of equal numbers the lower index is first."""
+    """The least number of each row, its index, and the second least; ties go to the lower index."""
     lane = tl.arange(0, lanes)
     least = tl.full([row.shape[0], lanes], float("inf"), numbers.dtype.element_ty)
     second = least
@@ -160,7 +162,7 @@ def _nearest(
 
 @jit
 def _count_within(numbers, size, bound, wanted):
-    """How many of ``size`` ascending numbers are at most ``bound``, by a search with three pivots per step.
+    """How many of ``size`` ascending numbers are at most ``bound``, by a four-way search (three pivots per step).
 
     ``numbers`` is a block of pointers, one sequence per element. The count lies in [low, low + span).
     """
@@ -180,7 +182,10 @@ def _count_within(numbers, size, bound, wanted):
 
 @jit
 def _expanded_count(sorted_distances, counts_at, k, c, bound, wanted, classes, size):
-    """Training points of class c within a distance of ellipsoid k, both as numbered in the model."""
+    """Number of training points of class c within ``bound`` of ellipsoid k.
+
+    k is an index in the model's order, not sorted by class.
+    """
     start = (k.to(tl.int64) * classes + c) * size
     passed = _count_within(sorted_distances + start, size, bound, wanted)
     return tl.load(counts_at + c * size + passed - 1, mask=wanted & (passed > 0), other=0).to(tl.int32)
@@ -225,7 +230,7 @@ def _known_cell(
     distance, keys, slots, cell_starts, cell_members, row, rows, several, key, number, slot_mask, probes,
     limit: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
-    """The cell with exactly the members of each row that lies in several ellipsoids, or -1.
+    """For each row in several ellipsoids, the cell with exactly its members; -1 if there is none.
 
     A cell with the same hash and as many members is checked member by member.
     """
@@ -271,7 +276,7 @@ def _store_given(ints, floats, stride, row, wanted, runner_up, trust, margin):
     tl.store(floats + 4 * stride + row, margin, mask=wanted)
 
 
-# Sizes are not specialised: a batch or a model of another size must not wait for the compiler.
+# Triton must not specialise on sizes: every new batch or model size would compile again.
 @jit(do_not_specialize=["rows", "stride", "ellipsoids", "classes", "size", "slot_mask", "probes"])
 def _decide_rows(
     distance, nearness, given, ints, floats,
@@ -281,7 +286,7 @@ def _decide_rows(
     limit: tl.constexpr, tie: tl.constexpr, euclidean: tl.constexpr, judging: tl.constexpr,
     tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
-    """Decide for the rows of a tile by lookup; mark the others as pending."""
+    """Decide the rows of a tile that the tables cover; mark the other rows as pending."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     live = row < rows
     least, where, second, label, other, other_class, number, indices, key, finite = _scan(
@@ -295,7 +300,7 @@ def _decide_rows(
         tie, euclidean, lanes, unroll,
     )  # fmt: skip
 
-    # Inside: a line of the tables. The only member of a row is the sum of the indices of its members.
+    # Inside: look up a line of the tables. With one member, the sum of the member indices is the index of that member.
     cell = row * 0 - 1
     if tl.max(several.to(tl.int32), axis=0) > 0:
         cell = _known_cell(
@@ -309,16 +314,16 @@ def _decide_rows(
     count = tl.load(counts + line * classes + label, mask=settled, other=0)
     weighted = tl.load(sums + line, mask=settled, other=0)
 
-    # Outside: the nearest ellipsoid, expanded to touch the row.
-    lonely = live & outside & alone
+    # Outside with one nearest ellipsoid: expand this ellipsoid to touch the row.
+    expands = live & outside & alone
     bound = nearest_distance * limit
     place = nearest.to(tl.int64) * (classes * size)
-    passed = _count_within(merged + place, classes * size, bound, lonely)
+    passed = _count_within(merged + place, classes * size, bound, expands)
     place += nearest + passed
-    count += tl.load(merged_counts + place, mask=lonely, other=0)
-    weighted += tl.load(merged_sums + place, mask=lonely, other=0)
+    count += tl.load(merged_counts + place, mask=expands, other=0)
+    weighted += tl.load(merged_sums + place, mask=expands, other=0)
 
-    decided = settled | lonely | bad
+    decided = settled | expands | bad
     label = tl.where(bad, -1, label)
     total = tl.load(totals + label, mask=live & ~bad, other=0)
     trust = tl.where(bad, 0.0, _trust(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
@@ -328,7 +333,9 @@ def _decide_rows(
     )  # fmt: skip
     place = tl.load(order + nearest, mask=live, other=0)
     stride = stride.to(tl.int64)
-    # The columns of a pending row hold what the second kernel needs of this pass.
+    # The result columns of a pending row pass values to the second kernel: rule holds the class at the least distance,
+    # nearest the sorted index of the nearest ellipsoid, runner-up the nearest other class, trust the least distance,
+    # margin the distance to the other class.
     _store(
         ints, floats, stride, row, live, tl.where(decided, label, tl.where(outside, _PENDING_OUTSIDE, _PENDING_INSIDE)),
         tl.where(decided, rule, least_class), tl.where(decided, place, nearest),
@@ -338,7 +345,7 @@ def _decide_rows(
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
         count = tl.load(counts + line * classes + theirs, mask=settled, other=0)
-        count += _expanded_count(sorted_distances, counts_at, place, theirs, bound, lonely, classes, size)
+        count += _expanded_count(sorted_distances, counts_at, place, theirs, bound, expands, classes, size)
         total = tl.load(totals + theirs, mask=live, other=0)
         trust = tl.where(bad, 0.0, _trust(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
         margin, runner_up = _margin(
@@ -363,7 +370,7 @@ def _region_counts(
     distance, members, entry_starts, digits, row, rows, ellipsoids, group, classes, entry_words, digit_count,
     limit: tl.constexpr, span: tl.constexpr, words: tl.constexpr,
 ):  # fmt: skip
-    """Training points of each class of a group in all members of one row, and in any of them.
+    """For one row and each class of ``group``: number of training points in all members, and in at least one.
 
     The bits of the entries are combined by AND and OR over the members, and weighted by the binary digits of the
     numbers of points.
@@ -408,7 +415,10 @@ def _expanded_counts(
     distance, nearness, order, sorted_distances, counts_at, row, rows, ellipsoids, group, classes, size, within,
     limit: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
-    """The fewest and the most points of each class of a group in the expansions of the ellipsoids equally near."""
+    """For one row outside and each class of ``group``: least and greatest count over the equally near ellipsoids.
+
+    A count is the number of training points in an ellipsoid that is expanded to touch the row.
+    """
     fewest = group * 0 + _NONE
     most = group * 0
     begin = 0
@@ -430,7 +440,7 @@ def _expanded_counts(
 
 @jit
 def _nearest_of_classes(distance, starts, row, rows, group, tied):
-    """The nearest of the tied classes of a group to one row, and its distance; the lower class of equal distances."""
+    """The nearest of the tied classes of a group to one row, and its distance; ties go to the lower class."""
     lane = tl.arange(0, 32)[None, :]
     largest: tl.constexpr = 1.7976931348623157e308 if distance.dtype.element_ty == tl.float64 else 3.4028234663852886e38
     begin = tl.load(starts + group, mask=tied, other=0)[:, None]
@@ -442,7 +452,7 @@ def _nearest_of_classes(distance, starts, row, rows, group, tied):
         d = tl.load(distance + (begin + i + lane) * rows + row, mask=i + lane < number, other=float("inf"))
         near = tl.minimum(near, ordered(d))
         i += 32
-    # A tied class without an ellipsoid comes before a class that is not tied.
+    # The finite maximum lets a tied class without an ellipsoid win against classes that are not tied (infinity).
     close = tl.where(tied, tl.minimum(tl.min(near, axis=1), largest), float("inf"))
     closest = tl.min(close, axis=0)
     return tl.min(tl.where(tied & (close == closest), group, _NONE), axis=0), closest
@@ -456,14 +466,15 @@ def _count_rows(
     limit: tl.constexpr, tie: tl.constexpr, judging: tl.constexpr,
     tile: tl.constexpr, span: tl.constexpr, class_chunk: tl.constexpr, words: tl.constexpr,
 ):  # fmt: skip
-    """Decide for the pending rows of a tile, one after another, by counting."""
+    """Decide the pending rows of a tile one after another, by counting training points."""
     t = tl.arange(0, tile)
     first = tl.program_id(0) * tile
     marks = tl.load(ints + first + t, mask=first + t < rows, other=0)
     stride = stride.to(tl.int64)
     at = tl.min(tl.where(marks <= _PENDING_INSIDE, t, _NONE), axis=0)
     while at < _NONE:
-        # Scalars of the row are the loop's; blocks of one element are for the functions that take rows.
+        # Values of the row are scalars in this loop. ``row`` is a block of one element, because the shared functions
+        # take blocks.
         i = first + at
         row = i + tl.arange(0, 1)
         outside = tl.load(ints + i) == _PENDING_OUTSIDE
@@ -473,8 +484,10 @@ def _count_rows(
         if judging:
             judged = tl.load(given + i).to(tl.int32)
 
-        # Narrow counts: in all members, or the fewest of the expansions. Wide counts: in any, or the most. The largest
-        # of each, the first class that has it (of wide counts the nearest), and how many classes have the narrow one.
+        # Inside, narrow counts are points in all members, wide counts points in any member. Outside, they are the least
+        # and the greatest count over the expanded ellipsoids. The loop keeps the largest count of each, its class
+        # (first class for narrow, nearest class for wide), and the number of classes that share the largest narrow
+        # count.
         narrow_most, wide_most = at * 0 - 1, at * 0 - 1
         narrow_ties, narrow_class, wide_class = at * 0, at * 0, at * 0
         closest = within * 0 + float("inf")
@@ -560,7 +573,7 @@ def decide_into(
 
     Args:
         distance: Mahalanobis distances to the ellipsoids, sorted by class.
-        nearness: The measure of "nearest" for rows outside; by default the distance.
+        nearness: Distances that define the nearest ellipsoid of rows outside; by default ``distance``.
         given: Class indices to judge besides the model's own label; contiguous.
         tables: The rule tables of the model.
         ints: Receives label, rule, nearest and runner-up, and the runner-up to the given label.
@@ -597,7 +610,7 @@ def decide_into(
 
 
 class LookupShape(NamedTuple):
-    """Rows of a program, ellipsoids that it loads at a time, loads in flight, and warps, of the first kernel."""
+    """Launch shape of the first kernel: rows per program, ellipsoids per load, unrolled loads, warps."""
 
     tile: int
     lanes: int
@@ -606,7 +619,10 @@ class LookupShape(NamedTuple):
 
 
 class CountShape(NamedTuple):
-    """Rows of a program; ellipsoids, classes, and words of entries per class at a time; warps, of the second kernel."""
+    """Launch shape of the second kernel.
+
+    Rows per program; ellipsoids, classes and entry words (per class) at a time; warps.
+    """
 
     tile: int
     span: int
@@ -615,8 +631,8 @@ class CountShape(NamedTuple):
     warps: int
 
 
-# The shapes below were the fastest on an H200 (experiments/bench_gpu.py). Many rows occupy the chip with a thread each.
-# Fewer rows leave it idle: the threads of a program then share its rows.
+# The shapes below were the fastest on an H200 (experiments/bench_gpu.py). Large batches use one thread per row. Smaller
+# batches would leave the chip idle, so several threads share a row.
 _MANY_ROWS, _MANY_ROWS_OF_MANY = 2**13, 2**15  # with up to 128 ellipsoids, and with more
 
 

@@ -11,7 +11,7 @@ are powers of two, so scaling rounds nothing:
   :math:`d^2 = \sum_j \bigl(t_j \sum_{i \ge j} \tfrac{R_{ji} s_i}{t_j} \tfrac{z_i - c_i}{s_i}\bigr)^2`;
 - each point by its own scale, inside the kernel.
 
-Numbers more than :math:`2^{28}` below the largest of their row lose digits; float32 sums lose them too.
+Numbers more than :math:`2^{28}` times smaller than the largest of their row lose digits; float32 sums lose them too.
 
 **Rounded ellipsoids** (:class:`Rounded`) let a screening pass use one float16 product instead of three. With
 :math:`\hat R = R \operatorname{diag}(s) / u`, one unit u per ellipsoid, and :math:`x = z / s`, the pass computes
@@ -25,15 +25,15 @@ By the triangle inequality, and :math:`|\operatorname{fl}_{16}(x_i) - x_i| \le 2
    + u \bigl(\|\hat R c - b\| + \gamma \|b\|\bigr) + \rho \tilde d
 
 in spectral norms, where :math:`\gamma` bounds the rounding of sums and :math:`\rho` that of squares and the root. The
-second term also covers the error of the float32-accurate distance itself. A decision outside the bound is therefore the
-decision of that distance.
+second term also covers the error of the float32-accurate distance. If the bound leaves one possible decision, it is
+therefore the decision of that distance.
 
 **Rule tables** (:class:`RuleTables`) hold the result of the rules for every region that contains training points, so
 that most rows need one lookup. A row in one ellipsoid uses the counts of that ellipsoid. A row in several uses the
 counts of its cell, found by a hash of its set of ellipsoids. A row outside uses the counts of the nearest ellipsoid,
-expanded to touch the row. Only sets of ellipsoids that no training point shares need counting, by bit operations: an
-*entry* stands for the points of one class in one cell; every ellipsoid has one bit per entry; the numbers of points are
-stored in binary, one row of bits per digit.
+expanded to touch the row. A row in several ellipsoids needs counting only if its set of ellipsoids is the set of no
+training point, or if classes tie. Counting uses bits: an *entry* stands for the points of one class in one cell; every
+ellipsoid has one bit per entry; the numbers of points are stored in binary, one row of bits per digit.
 """
 
 from __future__ import annotations
@@ -56,33 +56,33 @@ _LARGEST_BLOCK = 64
 # Half a unit in the last place of float16, and the least float16 number in units of TOP.
 _HALF_UNIT = 2.0**-11
 _LEAST_UNIT = 2.0**-38
-# Rounding of sums on tensor cores: four float32 units for every addition that can round, and as much again for the two
-# other products of the accurate distance.
+# Rounding of sums on tensor cores: four float32 units for every addition that can round, and as much again for *each*
+# of the two other products of the accurate distance.
 _SUM_UNIT = 3.0 * 2.0**-21
-# Squarings of a matrix before its Frobenius norm: the bound exceeds the spectral norm by at most D^(1/128).
+# Squarings of a matrix before its Frobenius norm: the bound exceeds the spectral norm by at most the factor D^(1/128).
 _SQUARINGS = 5
 _WORD = 32
 # Slots per cell of the hash table. At a load of at most 1/4, few cells need a second probe.
 _SLOTS_PER_CELL = 4
-# Ellipsoids whose entries are packed at a time: each takes one byte per entry.
+# Number of ellipsoids packed at a time; before packing, each takes one byte per entry.
 _ELLIPSOIDS_AT_ONCE = 64
 # The verdict of a region in which several classes tie for the majority: the distances of the row must decide.
 TIED = -1
 
 
 class Split(NamedTuple):
-    r"""Ellipsoids as pairs of float16 numbers. P is the number of features, padded with zeros to whole blocks.
+    r"""Ellipsoids as pairs of float16 numbers. F is the number of features, padded with zeros to whole blocks.
 
-    ``feature_scale`` (P,) is :math:`1 / s`, ``centers`` (K, P) are in units of s, ``high`` and ``low`` (K, P, P) hold
-    :math:`R_{ji} s_i / t_j` at [k, i, j], ``row_scale`` (K, P) is :math:`t`, and ``reach`` is the largest coordinate of
+    ``feature_scale`` (F,) is :math:`1 / s`, ``centers`` (K, F) are in units of s, ``high`` and ``low`` (K, F, F) hold
+    :math:`R_{ji} s_i / t_j` at [k, i, j], ``row_scale`` (K, F) is :math:`t`, and ``reach`` is the largest coordinate of
     a centre.
     """
 
-    feature_scale: Float[Tensor, "P"]
-    centers: Float[Tensor, "K P"]
+    feature_scale: Float[Tensor, "F"]
+    centers: Float[Tensor, "K F"]
     high: Tensor
     low: Tensor
-    row_scale: Float[Tensor, "K P"]
+    row_scale: Float[Tensor, "K F"]
     reach: float
 
 
@@ -118,7 +118,7 @@ def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> S
     c, w = centers.double(), whiteners.double()
     if bool(w.tril(-1).count_nonzero()):
         w = torch.linalg.qr(w, mode="r")[1]
-    # The half width of an ellipsoid along a feature, through its centre, is a typical offset from the centre.
+    # Typical offset from the centre along a feature: half the chord of the ellipsoid through its centre.
     width = 1.0 / torch.linalg.vector_norm(w, dim=1)
     s = power_of_two_above(torch.maximum(c.abs(), width).amax(dim=0))
     r = w * s
@@ -139,12 +139,12 @@ def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> S
 class Rounded(NamedTuple):
     r"""Ellipsoids in float16 and the bound :math:`e = \mathtt{slope}\,\|x\| + \mathtt{offset} + \rho \tilde d`.
 
-    ``matrix`` (K, P, P) holds :math:`H_{ji}` at [k, i, j], ``bias`` (K, P) is b, ``unit`` (K,) is u, ``relative`` is
+    ``matrix`` (K, F, F) holds :math:`H_{ji}` at [k, i, j], ``bias`` (K, F) is b, ``unit`` (K,) is u, ``relative`` is
     :math:`\rho`. Features are in the units of the bank's :class:`Split`.
     """
 
     matrix: Tensor
-    bias: Float[Tensor, "K P"]
+    bias: Float[Tensor, "K F"]
     unit: Float[Tensor, "K"]
     slope: Float[Tensor, "K"]
     offset: Float[Tensor, "K"]
@@ -184,7 +184,7 @@ def rounded(bank: Split) -> Rounded:
     )
 
 
-def spectral_bound(matrix: Float[Tensor, "K P P"]) -> Float[Tensor, "K"]:
+def spectral_bound(matrix: Float[Tensor, "K F F"]) -> Float[Tensor, "K"]:
     r"""A bound on spectral norms: :math:`\|A\|_2^{2^{m + 1}} = \|(A^\top A)^{2^m}\|_2 \le \|(A^\top A)^{2^m}\|_F`."""
     gram = matrix.mT @ matrix
     logarithm = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
@@ -198,20 +198,20 @@ def spectral_bound(matrix: Float[Tensor, "K P P"]) -> Float[Tensor, "K"]:
 
 
 def _rounded_up(numbers: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-    """In float32, increased by more than the rounding of a point's norm and of the bound's own arithmetic."""
+    """Convert to float32, increased by more than the rounding errors of a point's norm and of the bound."""
     return (numbers * (1.0 + 2.0**-16) + 1e-30).float()
 
 
 class RuleTables(NamedTuple):
-    """Results of the rules for regions with training points, and the bits to count other regions.
+    """Results of the rules for regions with training points, and bit tables for counting in other regions.
 
-    Ellipsoids are sorted by class. A *line* is one ellipsoid (K lines) or one cell (P lines, after them). E is the
-    number of words of entries, S the number of hash slots, M the number of (cell, ellipsoid) pairs. Integers are int32
-    unless said otherwise.
+    Ellipsoids are sorted by class. ``verdicts``, ``counts`` and ``sums`` have one line per ellipsoid (first K), then
+    one per cell (P). E is the number of words of entries, S the number of hash slots, M the number of (cell, ellipsoid)
+    pairs. Integers are int32 unless stated otherwise.
 
     Attributes:
         codes: Class of each ellipsoid (K,).
-        order: Position of each ellipsoid in the model (K,).
+        order: Index in the model of each sorted ellipsoid (K,).
         starts: First ellipsoid of each class (C + 1,).
         totals: Training points of each class (C,), int64.
         hashes: A random number per ellipsoid (K,), int64. The hash of a set of ellipsoids is their sum modulo 2^64.
@@ -221,8 +221,8 @@ class RuleTables(NamedTuple):
         cell_members: The ellipsoids of each cell (M,).
         verdicts: 2 x label + 1 if the majority in all ellipsoids decides, 2 x label if the majority in any of them
             decides, :data:`TIED` if neither does (K + P,).
-        counts: Points of each class that decide (K + P, C).
-        sums: Their sums over classes, each count times the total of its class (K + P,), int64.
+        counts: Class counts that decide (K + P, C).
+        sums: Sum over classes of count times class total (K + P,), int64.
         members: Bits of the entries in each ellipsoid (K, E).
         entry_starts: First word of the entries of each class (C + 1,).
         digits: Binary digits of the numbers of points, the lowest first (n, E).
@@ -230,7 +230,7 @@ class RuleTables(NamedTuple):
         merged_counts: Points of the ellipsoid's own class within each of these distances (K, C Q + 1).
         merged_sums: Sums over all classes within each of these distances (K, C Q + 1), int64.
         sorted_distances, counts_at: As in :class:`~sepc_torch.model.rules.TrainingCounts`, in the model's order.
-        most_words: The most words of entries that a class has.
+        most_words: Largest number of entry words of a class.
         probes: Slots that a lookup must examine.
     """
 
@@ -303,7 +303,7 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
 
 
 def _merged(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor, "C"]) -> dict[str, Tensor]:
-    """Sorted distances of all classes together, with the counts that a row at each of them sees."""
+    """For each ellipsoid, the distances of all classes in one sorted list, and the counts within each of them."""
     counts_at = training.counts_at
     distance, place = training.sorted_distances[order].flatten(1).sort(dim=1)
     added = counts_at.diff(dim=1, prepend=torch.zeros_like(counts_at[:, :1])).flatten()
@@ -315,7 +315,7 @@ def _merged(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tenso
 
 
 def addressable(training: TrainingCounts) -> bool:
-    """Whether 32-bit offsets reach every number of the tables."""
+    """Whether 32-bit offsets can address every element of the tables."""
     ellipsoids, classes, size = training.sorted_distances.shape
     entry_words = int(_entry_words((training.counts > 0).sum(dim=0)).sum())
     lines = ellipsoids + len(training.cells)
@@ -334,12 +334,12 @@ def cell_keys(cells: Bool[Array, "P K"], hashes: Int[Array, "K"]) -> Int[Array, 
 
 
 def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
-    """A hash table with linear probing for some rows of the keys, and the number of probes that a lookup needs."""
+    """A hash table with linear probing for the keys at ``rows``, and the number of probes that a lookup needs."""
     size = power_of_two(max(_SLOTS_PER_CELL * len(rows), 2))
     slots = np.full(size, -1, dtype=np.int32)
     first_choice = keys & (size - 1)
     probes = 1
-    # Every round, all rows without a slot try the next slot; one row per slot succeeds.
+    # Every round, all rows without a slot try the next slot; each free slot takes one row.
     while len(rows):
         wanted = (first_choice[rows] + probes - 1) & (size - 1)
         _, first = np.unique(wanted, return_index=True)
@@ -381,7 +381,7 @@ def _entry_words(number: Any) -> Any:
     return -(-number // _WORD)
 
 
-def packed(rows: Bool[Array, "P K"]) -> Int[Array, "P W"]:
+def packed(rows: Bool[Array, "n m"]) -> Int[Array, "n W"]:
     """Rows of booleans as 32-bit words: bit i of word w is column 32 w + i.
 
     >>> packed(np.array([[True, False, True]])).tolist()

@@ -1,4 +1,4 @@
-"""Logic of the callback without Lightning's hooks: schedule refits, record stages, publish tables, answer queries.
+"""Base class ``MonitorCore`` of ``TrustMonitor``: refits, stage records, tables and queries, without hooks.
 
 ``monitor`` adds the hooks that call these methods.
 """
@@ -152,9 +152,9 @@ class MonitorCore:
         """Ids of k samples of the pool to label next: ambiguous samples, spread out, and a few novel ones.
 
         The result is equal on every process. With ``logits`` the ambiguity comes from the network, otherwise from the
-        head. The network is better while labels are few (``experiments/active_learning.py``, digits with a trained
-        network and at most 20 labels per class). Samples that a ``LabelPool`` has labelled since the last scores are
-        left out. See :func:`~sepc_torch.training.choose` for the arguments.
+        head. The network's ambiguity selects better while labels are few (``experiments/active_learning.py``, digits
+        with a trained network and at most 20 labels per class). Samples that a ``LabelPool`` has labelled since the
+        last scores are left out. See :func:`~sepc_torch.training.choose` for the arguments.
         """
         k = count(k, "k", least=1)
         rows = self._pool_scores.unlabelled()
@@ -196,7 +196,7 @@ class MonitorCore:
     def _maybe_refit(self, trainer: Any, module: Any, *, first: bool = False) -> None:
         """Refit if the schedule says so or too many new labels contradict the head; at most once per global step.
 
-        ``first`` fits regardless of the schedule, because there is no head to validate with.
+        ``first`` ignores the schedule, because there is no head to validate with; 0 still disables refits.
         """
         every, epoch, step = self.refit_every_n_epochs, int(trainer.current_epoch), int(trainer.global_step)
         if not every or step == self._tried_step:
@@ -206,7 +206,7 @@ class MonitorCore:
         if self.disjuncts and trainer.is_global_zero:
             worst = self.disjuncts[0]
             warnings.warn(
-                f"{len(self.disjuncts)} regions hold more confirmed mistakes than tolerated. In the worst region, "
+                f"Regions with more confirmed mistakes than tolerated: {len(self.disjuncts)}. In the worst region, "
                 f"{len(worst.rows)} samples predicted as {worst.predicted} are mostly {worst.true[0]}. The head is "
                 "refitted.",
                 stacklevel=2,
@@ -238,7 +238,7 @@ class MonitorCore:
                 on_rank_zero(trainer, f"writing to {self.dirpath}", self._write_snapshot)
 
     def _refit_numbers(self) -> dict[str, float]:
-        """Numbers of refits to log."""
+        """Refit statistics to log."""
         state = self._head_state
         return {
             "refits": float(state.refits),
@@ -248,14 +248,14 @@ class MonitorCore:
         }
 
     def _check_augmentation(self, trainer: Any, module: Any, dataset: Any) -> None:
-        """Warn once if the data to fit to are augmented."""
+        """Warn once if the fit data are augmented."""
         if self._augmentation_checked:
             return
         self._augmentation_checked = True
         if is_augmented(module, dataset) and trainer.is_global_zero:
             warnings.warn(
-                "Reading the first sample to fit to twice returns different values: the data seem augmented. Pass the "
-                "data without augmentation: TrustMonitor(fit_data=...) or LabelPool(eval_view=...).",
+                "Two reads of the first fit sample differ: the data seem augmented. Pass the data without "
+                "augmentation: TrustMonitor(fit_data=...) or LabelPool(eval_view=...).",
                 stacklevel=2,
             )
 
@@ -299,8 +299,8 @@ class MonitorCore:
             )
         if self._head_state.is_stale(module) and trainer.is_global_zero:
             warnings.warn(
-                "The head was fitted to other weights than the module has now, so trust may be stale. Load the head "
-                "and the weights from one checkpoint (ckpt_path=...).",
+                "The head was fitted to different weights than the module's current ones, so trust may be stale. Load "
+                "the head and the weights from one checkpoint (ckpt_path=...).",
                 stacklevel=2,
             )
 
@@ -324,7 +324,7 @@ class MonitorCore:
         many = len(self._records.recorders)
         names = [_SHORT[stage]] if many == 1 else [f"{_SHORT[stage]}_{number}" for number in range(many)]
         if stage not in self.stages:
-            pass  # nothing was recorded; the numbers of refits are logged all the same
+            pass  # nothing was recorded; refit statistics are still logged
         elif self.head is None:
             numbers |= {f"{name}_{key}": value for name in names for key, value in empty_summary().items()}
         else:

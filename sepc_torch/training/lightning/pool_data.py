@@ -1,4 +1,4 @@
-"""Data module for the callback: trains on the labelled samples of a pool and saves their record in checkpoints."""
+"""Data module ``PoolDataModule``: trains on a pool's labelled samples, saves the pool's record in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pool of the callback: find it, score its unlabelled samples after each refit, check new labels against the head."""
+"""Pool of the callback: find the user's pool, score its unlabelled samples, check new labels against the head."""
 
 from __future__ import annotations
 
