@@ -20,7 +20,7 @@ from ellipsoid_models import model_of
 
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.kernels import Kernels, kernels_for
-from sepc_torch.model.kernels.tables import TOP, rule_tables, spectral_bound, split
+from sepc_torch.model.kernels.tables import TOP, power_of_two_above, rounded, rule_tables, spectral_bound, split
 
 Rng = np.random.Generator
 
@@ -154,6 +154,25 @@ def test_the_bound_of_a_norm_is_above_it_and_close(rng: Rng) -> None:
     assert (spectral_bound(matrices) >= exact).all()
     assert (spectral_bound(matrices) <= 1.06 * exact).all()
     assert float(spectral_bound(torch.zeros(1, 3, 3, dtype=torch.float64))) < 1e-100
+
+
+@pytest.mark.parametrize(("count", "dim"), [(6, 3), (5, 20), (3, 64)])
+def test_the_error_of_a_float16_estimate_is_within_its_bound(rng: Rng, count: int, dim: int) -> None:
+    """The estimate of the screening kernel, in plain torch: float16 inputs, exact sums."""
+    centers, whiteners = (numbers.float().double() for numbers in bank_of(rng, count, dim))
+    bank = split(centers, whiteners)
+    coarse = rounded(bank)
+    z = (centers[0] + torch.from_numpy(rng.normal(size=(200, dim))) * centers.abs().amax(dim=0)).float()
+    z[0], z[1] = centers[0].float(), 0.0
+    x = torch.nn.functional.pad(z * bank.feature_scale[:dim], (0, bank.centers.shape[1] - dim)).double()
+    factor = TOP / power_of_two_above(x.abs().amax(dim=1) + bank.reach).unsqueeze(1)
+    y = (x * factor).half().double() @ coarse.matrix.double() - factor * coarse.bias.double().unsqueeze(1)
+    estimate = torch.linalg.vector_norm(y, dim=2) / factor.T * coarse.unit.double().unsqueeze(1)
+    exact = torch.linalg.vector_norm((z.double()[:, None] - centers)[:, :, None] @ whiteners.mT, dim=(2, 3)).T
+    bound = coarse.slope[:, None] * x.norm(dim=1) + coarse.offset[:, None] + coarse.relative * estimate
+    error = (estimate - exact).abs()
+    assert (error <= bound).all()
+    assert float((error / bound).max()) > 0.02, "the bound is useless if it is far above the error"
 
 
 def test_copies_and_files_hold_no_tables(rng: Rng) -> None:

@@ -131,6 +131,7 @@ def test_buffers_hold_no_training_point(model: tuple[SEPC, Partition, Tensor, Ar
         assert float(torch.cdist(x, rows).min()) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nearest", ["mahalanobis", "euclidean"])
 def test_state_dict_of_another_size(
     rng: Rng, model: tuple[SEPC, Partition, Tensor, Array], nearest: str, tmp_path: Path
