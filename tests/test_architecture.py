@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -163,6 +164,25 @@ def test_no_module_imports_itself_through_others() -> None:
 )
 def test_every_way_to_import_is_seen(source: str, expected: set[str]) -> None:
     assert imported(ast.parse(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("active", "training"),
+        ("callbacks", "training.lightning"),
+        ("programs", "solvers.programs"),
+        ("guarantees", "head.conformal"),
+        ("baselines", "metrics.baselines"),
+        ("metrics.classes", "metrics.torchmetrics"),
+    ],
+)
+def test_documented_import_paths_keep_working(old: str, new: str) -> None:
+    alias, module = (importlib.import_module(f"sepc_torch.{name}") for name in (old, new))
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    assert names
+    for name in names:
+        assert getattr(alias, name) is getattr(module, name)
 
 
 def run_python(code: str) -> str:
