@@ -96,6 +96,16 @@ def test_a_newer_format_is_refused(part: Partition, tmp_path: Path, monkeypatch:
         Partition.load(tmp_path / "part")
 
 
+def test_a_partition_of_format_1_loads(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"sorted_distances": "reach", "counts_at": "ranks"}
+    arrays = {older.get(name, name): array for name, array in part._arrays().items()}
+    assert set(older.values()) <= set(arrays)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(storage, "FORMAT", 1)
+        storage.write(tmp_path / "part", "partition", arrays, part._metadata())
+    assert Partition.load(tmp_path / "part") == part
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     storage.write(tmp_path / "head", "trust head", {"weight": np.ones(2)}, {})
     with pytest.raises(ValueError, match="holds a trust head, not a partition"):

@@ -182,6 +182,7 @@ def test_hold_out_is_a_deprecated_name_of_rank_fraction(rng: Rng) -> None:
 def older_name(name: str) -> str:
     """Name of an array in a file of format 1."""
     name = name.replace("evidence.reference_points", "evidence.witnesses")
+    name = name.replace("sorted_distances", "reach").replace("counts_at", "ranks")
     return name.replace("held_nonconformity", "held_strangeness").replace("class_nonconformity", "class_strangeness")
 
 
@@ -190,7 +191,7 @@ def test_older_names_in_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypa
     x, labels, logits = draw(rng, 100)
     head.calibrate(x, labels, logits)
     state = {older_name(name): value for name, value in head.state_dict().items()}
-    assert len(set(state) - set(head.state_dict())) == 5
+    assert len(set(state) - set(head.state_dict())) == 7
     with monkeypatch.context() as patch:
         patch.setattr(head, "state_dict", lambda: state)
         head.save(tmp_path / "head.safetensors")
