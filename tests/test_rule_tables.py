@@ -103,8 +103,12 @@ def test_bits_count_the_points_in_all_and_in_any_of_some_ellipsoids(rng: Rng) ->
             assert [points[a:b].sum() for a, b in itertools.pairwise(starts)] == wanted.tolist()
 
 
-def test_merged_distances_count_like_those_of_the_classes(rng: Rng) -> None:
+@pytest.mark.parametrize("at_once", [1, 2**22])
+def test_merged_distances_count_like_those_of_the_classes(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     """Points of the own class within a distance, and the sum over classes, at and between the stored distances."""
+    monkeypatch.setattr("sepc_torch.model.kernels.tables._MERGED_AT_ONCE", at_once)
     sepc = model_of(rng, 12, 2, 4, mixed=True, dtype=torch.float64)
     training = sepc.training_counts
     tables = rule_tables(training, sepc.totals)

@@ -66,6 +66,8 @@ _WORD = 32
 _SLOTS_PER_CELL = 4
 # Number of ellipsoids packed at a time; before packing, each takes one byte per entry.
 _ELLIPSOIDS_AT_ONCE = 64
+# Distances merged at a time: each takes about 50 bytes while its piece is sorted and summed.
+_MERGED_AT_ONCE = 2**22
 # The verdict of a region in which several classes tie for the majority: the distances of the row must decide.
 TIED = -1
 
@@ -305,13 +307,17 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
 def _merged(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor, "C"]) -> dict[str, Tensor]:
     """For each ellipsoid, the distances of all classes in one sorted list, and the counts within each of them."""
     counts_at = training.counts_at
-    distance, place = training.sorted_distances[order].flatten(1).sort(dim=1)
     added = counts_at.diff(dim=1, prepend=torch.zeros_like(counts_at[:, :1])).flatten()
     classes = torch.arange(len(counts_at), device=counts_at.device).repeat_interleave(counts_at.shape[1])
-    own = added[place] * (classes[place] == training.codes[order][:, None])
-    weighted = (added * totals[classes])[place]
-    own, weighted = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (own, weighted))
-    return {"merged": distance, "merged_counts": own.int(), "merged_sums": weighted}
+    pieces = []
+    for some in order.split(max(1, _MERGED_AT_ONCE // len(added))):
+        distance, place = training.sorted_distances[some].flatten(1).sort(dim=1)
+        own = added[place] * (classes[place] == training.codes[some][:, None])
+        weighted = (added * totals[classes])[place]
+        own, weighted = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (own, weighted))
+        pieces.append((distance, own.int(), weighted))
+    names = ("merged", "merged_counts", "merged_sums")
+    return {name: torch.cat(tensors) for name, tensors in zip(names, zip(*pieces, strict=True), strict=True)}
 
 
 def addressable(training: TrainingCounts) -> bool:
