@@ -40,6 +40,7 @@ def expected_to_fail(_estimator: SEPClassifier) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @parametrize_with_checks(  # type: ignore[untyped-decorator] # scikit-learn ships no types
     [SEPClassifier()],
     expected_failed_checks=expected_to_fail,
@@ -54,6 +55,7 @@ def test_not_fitted(method: str) -> None:
         getattr(SEPClassifier(), method)([[0.0]])
 
 
+@pytest.mark.slow
 def test_the_constructor_stores_any_value() -> None:
     code = (
         "from sklearn.utils.estimator_checks import check_do_not_raise_errors_in_init_or_set_params as check\n"

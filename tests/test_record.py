@@ -11,10 +11,10 @@ import pytest
 from sepc_torch import Kind, Partition, partition
 
 
-@pytest.fixture
-def part(rng: np.random.Generator) -> Partition:
+@pytest.fixture(scope="module")
+def part(module_rng: np.random.Generator) -> Partition:
     y = np.array(["near", "far", "beyond"])[np.arange(90) % 3]
-    return partition(rng.normal(size=(90, 2)) + (np.arange(90) % 3)[:, None], y)
+    return partition(module_rng.normal(size=(90, 2)) + (np.arange(90) % 3)[:, None], y)
 
 
 def test_repr_is_one_line(part: Partition) -> None:
