@@ -90,6 +90,7 @@ def on_the_sphere(rng: Rng) -> tuple[Array, Array]:
 EDGES = [few, flat, collinear, repeated, all_alike, with_constants, lonely, many_classes, far_off, huge, tiny, half]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "normalize"),
     [(make, "l2") for make in [*EDGES, on_the_sphere]]

@@ -118,6 +118,7 @@ def test_a_working_set_does_not_change_the_weights(rng: Rng) -> None:
     torch.testing.assert_close(few.u, all_points.u, atol=1e-10, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "dim"), SIZES)
 def test_gradcheck(rng: Rng, count: int, dim: int) -> None:
     layer, mask = MVELayer(count, dim), some_mask(rng, 2, count, at_least=dim + 3)

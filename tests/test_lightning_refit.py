@@ -29,6 +29,7 @@ pytestmark = [
 
 
 class TestRefit:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}],
