@@ -8,7 +8,7 @@ spread. Real embeddings are read from SEPC_DATA and left out without it.
     SEPC_DATA=... python experiments/bench_partition.py
 
 The share of time per program is measured inside the same runs: ``cover`` is minimum-volume ellipsoids and queries of
-them, ``hulls`` the closest points of reduced hulls, ``disjoint`` the tests of whether two ellipsoids intersect.
+them, ``hulls`` the closest points of reduced hulls.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import numpy as np
 from harness import arguments, environment, write_results
 
 from sepc_torch import partition
-from sepc_torch.partitioning.algorithm import Separator
+from sepc_torch.partitioning.steps import Steps
 from sepc_torch.solvers.progressive import ProgressiveEllipsoid
 
 LARGEST = 50_000
 DRAWS = 3
 PROGRAMS = {
-    (Separator, "_cover"): "cover",
-    (Separator, "_impure"): "cover",
+    (Steps, "_cover"): "cover",
+    (ProgressiveEllipsoid, "intruders"): "cover",
     (ProgressiveEllipsoid, "subset"): "cover",
-    (Separator, "_closest"): "hulls",
-    (Separator, "_disjoint"): "disjoint",
+    (Steps, "_closest"): "hulls",
 }
 
 
@@ -78,7 +77,7 @@ def measured(spent: dict[str, float], calls: dict[str, int]) -> Iterator[None]:
                 return function(*args, **kwargs)
             finally:
                 depth -= 1
-                if depth == 0:  # a disjointness test also covers sets; its time counts once
+                if depth == 0:  # a program that calls another counts once
                     spent[program] += time.process_time() - begun
                     calls[program] += 1
 

@@ -30,7 +30,8 @@ from sklearn.model_selection import RepeatedStratifiedKFold, StratifiedShuffleSp
 
 from sepc_torch import SEPC, Ellipsoid, Kind, Partition, partition
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
-from sepc_torch.partitioning.algorithm import Covering, Separator
+from sepc_torch.partitioning.algorithm import Separator
+from sepc_torch.partitioning.steps import Covering
 from sepc_torch.plot import COLORS, draw_partition
 
 MAX_IMPURE = 2
@@ -86,7 +87,7 @@ def accuracies(x: np.ndarray, y: np.ndarray, folds: int, repeats: int, seed: int
     splits = list(RepeatedStratifiedKFold(n_splits=folds, n_repeats=repeats, random_state=seed).split(x, y))
     right: dict[str, list[np.ndarray]] = {"SEP-C": [], "mixtures of the same size": [], "one Gaussian a class": []}
     for train, test in splits:
-        part = partition(x[train], y[train], max_impure=MAX_IMPURE, solver=solver, progress=False)
+        part = partition(x[train], y[train], max_impure=MAX_IMPURE, rest="partitioned", solver=solver, progress=False)
         sepc = SEPC.from_partition(part, "euclidean", dtype=torch.float64)
         sizes = ellipsoids_per_class(part)
         given = {
@@ -173,7 +174,9 @@ def draw_iris(x: np.ndarray, y: np.ndarray, part: Partition, accuracy: dict[str,
 def study(x: np.ndarray, y: np.ndarray, options: Namespace) -> tuple[Partition, dict[str, Any]]:
     """The partition and all numbers of one choice of features."""
     splits, folds, repeats = (2, 3, 1) if options.smoke else (30, 10, 5)
-    part = partition(x, np.array(NAMES)[y], max_impure=MAX_IMPURE, solver=options.solver, progress=False)
+    part = partition(
+        x, np.array(NAMES)[y], max_impure=MAX_IMPURE, rest="partitioned", solver=options.solver, progress=False
+    )
     numbers = {
         "ellipsoids": ellipsoids_per_class(part),
         "isolated": isolated_per_class(part),
@@ -192,7 +195,7 @@ def study(x: np.ndarray, y: np.ndarray, options: Namespace) -> tuple[Partition, 
 
 
 def _partitioned(x: np.ndarray, y: np.ndarray) -> tuple[int, ...]:
-    return ellipsoids_per_class(partition(x, y, max_impure=MAX_IMPURE, progress=False))
+    return ellipsoids_per_class(partition(x, y, max_impure=MAX_IMPURE, rest="partitioned", progress=False))
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ from scipy.spatial import ConvexHull
 
 from sepc_torch import Ellipsoid, Kind, Partition, landscape, minimum_volume_ellipsoid, partition
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
-from sepc_torch.partitioning.algorithm import Hyperplane, Piece, Separator
+from sepc_torch.partitioning.algorithm import Separator
+from sepc_torch.partitioning.steps import Hyperplane, Piece
 from sepc_torch.plot import COLORS, draw_partition, outline
 from sepc_torch.solvers.programs import intersection_ellipsoid
 

@@ -64,5 +64,5 @@ def certified(e: PartitionEllipsoid) -> float:
 def agreement_of_solvers(part: Partition, x: Any, y: Any) -> Agreement:
     """Compare a partition with that of the other kind of solver, for the same parameters."""
     other = "CLARABEL" if part.made["solver"] == "native" else "native"
-    parameters = {name: part.made[name] for name in ("max_impure", "standardize", "floor")}
+    parameters = {name: part.made[name] for name in ("max_impure", "standardize", "floor", "rest")}
     return agreement(part, partition(x, y, solver=other, progress=False, **parameters), x)

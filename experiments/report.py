@@ -21,7 +21,7 @@ from markdown_tables import load, table
 from panel_tables import defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
 from provenance import Files, older, stamps
-from tables import active, counting, inference, layers, nearest, partitions, refits, solvers
+from tables import active, inference, layers, nearest, partitions, refits, solvers
 
 ROOT = RESULTS.parents[1]
 OLDER = ", on older sources"
@@ -137,7 +137,6 @@ PAGES: dict[str, dict[str, Section]] = {
         "inference": Section(inference, ("bench_inference",)),
         "gpu": Section(gpu, ("bench_gpu",)),
         "partitions": Section(partitions, ("bench_partition",)),
-        "counting": Section(counting, ("bench_partition_gpu",)),
     },
     "docs/solvers.md": {
         "solvers": Section(solvers, ("bench_solvers",)),

@@ -34,7 +34,7 @@ def partitions() -> str:
             f"{r['cpu_s']:.1f} s",
             str(r["ellipsoids"]),
             str(r["isolated"]),
-            f"{r['share']['cover'] + r['share']['disjoint']:.0%}",
+            f"{r['share']['cover'] + r['share'].get('disjoint', 0.0):.0%}",
             f"{r['share']['hulls']:.0%}",
         ]
         for r in results["rows"]
@@ -113,26 +113,6 @@ def layers() -> str:
     )
     on_gpu = f"Batches of {gpu['rows'][0]['batch']} on an {gpu['device']}: {sizes}."
     return f"{text}:\n\n{table(header, rows)}\n\n{on_gpu}"
-
-
-def counting() -> str:
-    """How much of a partition a CUDA device speeds up, and what limits it."""
-    found = load("bench_partition_gpu")
-    cpu, device, chain = found["runs"]["cpu"], found["runs"]["with device"], found["chain"]
-    verdict, longest, head = found["verdict"], chain["longest"], found["head_s"]
-    steps = longest["kinds"]["hull steps"]["count"]
-    return (
-        f"{found['points'] // 1000} 000 x {found['dims']} points of ten classes, `max_impure={found['max_impure']}`, "
-        f"{found['jobs']} cores with an {found['device']}: counting takes {device['count']:.2f} s instead of "
-        f"{cpu['count']:.1f} s, `partition` {device['wall_s']:.1f} s instead of {cpu['wall_s']:.1f} s, and "
-        f"`TrustHead.fit` {head['with device']:.1f} s instead of {head['cpu']:.1f} s. The search for ellipsoids stays "
-        f"on the CPU. In a recorded run its slowest class took {longest['seconds']:.1f} s, with {steps} interior-point "
-        "steps in sequence. The GPU takes "
-        f"{chain['device']['floor']:.1f} s for the linear algebra of these steps alone, for all classes at once and "
-        f"without the decisions between them; captured in CUDA graphs, the steps alone take "
-        f"{chain['device']['hull_steps_captured']:.1f} s. The target was a fifth of the CPU time, "
-        f"{verdict['wanted_s']:.1f} s in all; it was missed."
-    )
 
 
 def refits() -> str:

@@ -16,7 +16,7 @@ from sepc_torch.data.arrays import label_codes
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.sepc import SEPC, Nearest
-from sepc_torch.partitioning.fit import partition
+from sepc_torch.partitioning.fit import Rest, partition
 from sepc_torch.partitioning.record import Partition
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
@@ -31,7 +31,10 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
     Parameters
     ----------
     max_impure : int, default=2
-        Number of remaining points of other classes that an ellipsoid may contain; the only parameter to tune.
+        Number of points of other classes that an ellipsoid may contain; the only parameter to tune.
+    rest : {"whole", "partitioned"}, default="whole"
+        How a class of more than two is separated from the others: ``"whole"`` covers the class alone,
+        ``"partitioned"`` is the paper's one-versus-rest; see :func:`sepc_torch.partition`.
     standardize : bool, default=True
         Divide each feature by its standard deviation before separating the classes. The ellipsoids themselves do not
         depend on the scale.
@@ -83,6 +86,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         self,
         max_impure: int = 2,
         *,
+        rest: Rest = "whole",
         standardize: bool = True,
         nearest: Nearest = "euclidean",
         solver: str = NATIVE,
@@ -90,6 +94,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         n_jobs: int | None = None,
     ) -> None:
         self.max_impure = max_impure
+        self.rest = rest
         self.standardize = standardize
         self.nearest = nearest
         self.solver = solver
@@ -126,6 +131,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
             X,
             y,
             max_impure=self.max_impure,
+            rest=self.rest,
             solver=self.solver,
             standardize=self.standardize,
             floor=self.floor,

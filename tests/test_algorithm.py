@@ -7,7 +7,8 @@ import pytest
 
 from sepc_torch import Kind
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
-from sepc_torch.partitioning.algorithm import Hyperplane, Separation, Separator
+from sepc_torch.partitioning.algorithm import Separator
+from sepc_torch.partitioning.steps import Hyperplane, Separation
 from sepc_torch.shapes import Array
 
 FLOOR = 1e-3

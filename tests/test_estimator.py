@@ -221,6 +221,7 @@ def test_processes_do_not_change_the_result(iris: tuple[pd.DataFrame, pd.Series[
 def test_clone_and_pickle(iris: tuple[pd.DataFrame, pd.Series[Any]], fitted: SEPClassifier) -> None:
     parameters = {
         "max_impure": 5,
+        "rest": "partitioned",
         "standardize": False,
         "nearest": "euclidean",
         "solver": "native",

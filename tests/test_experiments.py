@@ -15,7 +15,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import overlapping
 import paper_tables
-import partition_chain
 import pictures
 import provenance
 import pytest
@@ -29,8 +28,6 @@ from sklearn.datasets import load_iris
 
 from sepc_torch import Kind, partition
 from sepc_torch.metrics import aurc, unknown_auroc
-from sepc_torch.partitioning.fit import _Task
-from sepc_torch.solvers import capped_weights
 
 RECORDED = paper_tables.reproductions()
 
@@ -245,32 +242,6 @@ def test_resamples_are_those_of_the_metrics(rng: np.random.Generator) -> None:
         rows, far = (torch.from_numpy(np.repeat(np.arange(len(n)), n)) for n in (held, unknown_counts))
         assert area == pytest.approx(float(aurc(known[rows], torch.from_numpy(~wrong)[rows])), abs=most)
         assert chance == pytest.approx(float(unknown_auroc(known[rows], unknown[far])), abs=1e-12)
-
-
-def test_the_replayed_step_is_that_of_the_solver(rng: np.random.Generator) -> None:
-    rows, dims = int(rng.integers(20, 40)), int(rng.integers(2, 6))
-    stage = partition_chain.Stage(torch.device("cpu"), 3, 50, 8, seed=int(rng.integers(1000)))
-    right = torch.from_numpy(rng.normal(size=(3, rows)))
-    found, _ = stage._hull_system(rows, dims)(right)
-    for k in range(3):
-        p, member, d = (t[k, :rows].numpy() for t in (stage._points[..., :dims], stage._ones, stage._positive))
-        np.testing.assert_allclose(found[k], capped_weights._newton(p, member, d)(right[k].numpy())[0], atol=1e-10)
-
-
-def test_a_recorded_chain_is_replayed(rng: np.random.Generator) -> None:
-    """Recording restores every function, and the replay covers every recorded kind."""
-    before = capped_weights._newton
-    codes = rng.integers(0, 3, 400)
-    points = rng.normal(size=(400, 12)) + 2.0 * np.eye(3, 12)[codes]
-    parameters = {"max_impure": 2, "floor": 1e-3, "dim": 12, "solver": "native", "metric": None}
-    chain = partition_chain.record(_Task(points, codes, 0, (True, False), parameters))
-    assert capped_weights._newton is before
-    counted = partition_chain.summary(chain)
-    assert counted["hull steps"]["count"] > 0
-    assert 0 < chain.in_steps < chain.seconds
-    short = chain._replace(sizes={kind: sizes[:2] for kind, sizes in chain.sizes.items()})
-    replayed = partition_chain.replay(short, torch.device("cpu"), 3, seed=0)
-    assert replayed["seconds"].keys() == chain.sizes.keys()
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)

@@ -379,7 +379,7 @@ def test_the_first_iteration_on_wdbc() -> None:
 def test_a_class_between_others_has_several_ellipsoids() -> None:
     """Iris versicolor lies between the other two classes: reduced hulls intersect, and centroids must separate them."""
     data = load_iris()
-    part = partition(data.data, data.target_names[data.target])
+    part = partition(data.data, data.target_names[data.target], rest="partitioned")
     parts = {
         label: sum(e.label == label and e.kind is not Kind.ISOLATED for e in part.ellipsoids) for label in part.classes
     }
@@ -437,7 +437,15 @@ def test_parameters_and_versions_are_recorded(rng: np.random.Generator) -> None:
     part = partition(x, y, max_impure=1, floor=0.01, standardize=False)
     made = dict(part.made)
     assert {"sepc_torch", "numpy"} <= set(made.pop("versions"))
-    assert made == {"max_impure": 1, "solver": "native", "standardize": False, "floor": 0.01}
+    assert made == {
+        "max_impure": 1,
+        "solver": "native",
+        "standardize": False,
+        "floor": 0.01,
+        "rest": "whole",
+        "cover_isolated": True,
+        "max_per_class": None,
+    }
     assert all(seconds >= 0 for seconds in part.seconds.values())
 
 

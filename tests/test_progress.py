@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,14 +95,26 @@ def test_every_point_is_counted_once(rng: np.random.Generator, monkeypatch: pyte
     totals, steps = [], []
 
     class Counting(Bar):
-        def __init__(self, description: str, total: int, choice: Choice) -> None:
-            super().__init__(description, total, choice)
+        def __init__(self, description: str, total: int, choice: Choice, **options: Any) -> None:
+            super().__init__(description, total, choice, **options)
             totals.append(total)
 
         def advance(self, units: int) -> None:
             steps.append(units)
 
-    monkeypatch.setattr("sepc_torch.partitioning.fit.Bar", Counting)
+    monkeypatch.setattr("sepc_torch.partitioning.tasks.Bar", Counting)
     partition(rng.normal(size=(60, 2)), np.arange(60) % classes)
     assert totals == [60]
     assert sum(steps) == 60
+
+
+def test_the_bar_shows_parts_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Bar("counting sheep", 4, True, parts=2, part_name="flocks") as bar:
+        for _ in range(2):
+            bar.advance(2)
+            bar.finish_part()
+    assert "0 of 2 flocks" in screen.getvalue()
+    assert "2 of 2 flocks" in screen.getvalue()
+    assert "left" in screen.getvalue()

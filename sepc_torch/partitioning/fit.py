@@ -1,8 +1,8 @@
 r"""The function :func:`~sepc_torch.partition`: fit a :class:`~sepc_torch.Partition` to labelled points.
 
-Two classes are separated in one run of Algorithm 1, which yields the ellipsoids of both. More classes are separated
-one-versus-rest: each run keeps the ellipsoids of its own class, and the partition pools them. The runs are independent
-and go through joblib, so a user's own joblib backend (Dask, Ray, Spark) distributes them over machines::
+Two classes are separated in one run of the paper's Algorithm 1, which yields the ellipsoids of both. With more classes
+every class has a run of its own, and the partition pools the ellipsoids. The runs are independent and go through
+joblib, so a user's own joblib backend (Dask, Ray, Spark) distributes them over machines::
 
     with joblib.parallel_config(backend="dask"):
         part = partition(X, y)
@@ -11,19 +11,27 @@ and go through joblib, so a user's own joblib backend (Dask, Ray, Spark) distrib
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from sepc_torch.data.arrays import TrainingSet, count, feature_scale, float64_device, positive, training_set
-from sepc_torch.data.progress import Bar, Choice
+from sepc_torch.data.arrays import (
+    TrainingSet,
+    check_choice,
+    count,
+    feature_scale,
+    float64_device,
+    positive,
+    training_set,
+)
+from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
-from sepc_torch.partitioning.algorithm import Separation, Separator
 from sepc_torch.partitioning.cells import ledger
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane
+from sepc_torch.partitioning.steps import Separation
+from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, one_thread, run_all
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 from sepc_torch.solvers.affine_hull import affine_hull, stretched
@@ -31,18 +39,10 @@ from sepc_torch.solvers.affine_hull import affine_hull, stretched
 if TYPE_CHECKING:
     import torch
 
+Rest = Literal["whole", "partitioned"]
 
-class _Task(NamedTuple):
-    """One run of Algorithm 1 in standardised coordinates: the class ``code`` against all other points.
-
-    ``keep`` says whether to keep the ellipsoids of the class and of the rest.
-    """
-
-    points: Float[Array, "N D"]
-    codes: Int[Array, "N"]
-    code: int
-    keep: tuple[bool, bool]
-    parameters: dict[str, Any]
+# The dimension of the space that the points span is computed from at most this many points.
+_ENOUGH_POINTS = 2**16
 
 
 class _UncountedEllipsoid(NamedTuple):
@@ -80,32 +80,45 @@ def partition(
     y: Any,
     *,
     max_impure: int = 2,
+    rest: Rest = "whole",
     solver: str = NATIVE,
     standardize: bool = True,
     floor: float = DEFAULT_FLOOR,
+    cover_isolated: bool = True,
+    max_per_class: int | None = None,
     n_jobs: int | None = None,
     progress: Choice = "auto",
     classes: Any = None,
     device: torch.device | str | None = None,
 ) -> Partition:
-    r"""Cover the points of every class with minimum-volume ellipsoids, Algorithms 1 and 2 of the paper.
+    r"""Cover the points of every class with minimum-volume ellipsoids, by Algorithms 1 and 2 of the paper.
 
     Args:
         X: Training points (N, D): array, list of rows, torch tensor, or DataFrame (column names are kept).
         y: Labels (N,), of any sortable type.
-        max_impure: Largest number of remaining points of other classes in an ellipsoid (the paper's :math:`n_{Imp}`).
+        max_impure: Largest number of points of other classes in an ellipsoid (the paper's :math:`n_{Imp}`). Terminal
+            ellipsoids, which cover points that cannot be separated, may hold more.
+        rest: How a class of more than two is separated from the others. ``"whole"`` covers the class alone and counts
+            *all* points of other classes as impure. ``"partitioned"`` is the paper's one-versus-rest: it covers the
+            rest too and counts only points that are not covered yet, which takes much longer with many classes. Two
+            classes are separated as in the paper either way.
         solver: ``"native"``, or the name of an installed cvxpy solver to solve the paper's programs in cvxpy.
         standardize: Measure the reduced hulls in standard deviations of each feature. The ellipsoids themselves do
             not depend on scale and are returned in the coordinates of ``X`` either way.
         floor: Least semi-axis, in standard deviations of each feature. It is also the radius of isolated points.
+        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid, unless their class
+            has no other.
+        max_per_class: Fit the ellipsoids of every class to a random sample of at most this many points, chosen
+            independently of the order of the rows. The counts are of all points. Points outside the sample may lie
+            in no ellipsoid, and ``max_impure`` holds for the sample.
         n_jobs: Number of processes for more than two classes, as in joblib: ``None`` means 1 unless a joblib context
             says otherwise.
         progress: ``"auto"`` shows a bar on a terminal for fits of more than a second.
         classes: The labels in the wanted order; by default sorted.
         device: Torch device that counts the training points in the ellipsoids, in float64. By default NumPy counts
-            them on one core. The ellipsoids are fitted on the CPU either way, because they form a chain of problems
-            that are too small for a GPU (measured by ``experiments/bench_partition_gpu.py``). The device does not
-            change a bit of the ellipsoids.
+            them. The ellipsoids are fitted on the CPU either way, because they form a chain of problems that are too
+            small for a GPU (measured by ``experiments/bench_classes.py``). The device does not change a bit of the
+            ellipsoids.
 
     The result is bit-identical for every order of the rows and every number of processes.
 
@@ -120,33 +133,50 @@ def partition(
     begun = time.perf_counter()
     max_impure = count(max_impure, "max_impure")
     floor = positive(floor, "floor", "standard deviations")
+    check_choice("rest", rest, get_args(Rest))
+    if max_per_class is not None:
+        max_per_class = count(max_per_class, "max_per_class", least=1)
     _check_solver(solver)
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
     # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
     order = np.lexsort((data.codes, *data.points.T[::-1]))
-    points, codes = data.points[order], data.codes[order]
-    mean, unit = points.mean(axis=0), feature_scale(points)
-    standard = np.ascontiguousarray((points - mean) / unit)
+    mean, unit = _location_and_scale(data.points, order)
+    paper = len(data.classes) == 2 or rest == "partitioned"
+    rows = _sample(order, data.codes, max_per_class)
+    if not paper:
+        rows = _by_class(rows, data.codes)
+    standard = data.points[rows]
+    standard -= mean
+    standard /= unit
     parameters = {
         "max_impure": max_impure,
         "floor": floor,
-        "dim": max(affine_hull(standard).rank, 1),
+        "dim": max(affine_hull(standard[:: -(-len(standard) // _ENOUGH_POINTS)]).rank, 1),
         "solver": solver,
         "metric": None if standardize else unit,
+        "cover_isolated": cover_isolated,
     }
-    runs = _run(_tasks(standard, codes, data.classes, parameters), n_jobs, progress)
+    tasks: Sequence[Task]
+    if paper:
+        tasks = _pair_tasks(standard, data.codes[rows], parameters)
+    else:
+        tasks = _class_tasks(standard, data.codes[rows], parameters)
+    runs: list[tuple[Task, Separation]] = list(zip(tasks, run_all(tasks, n_jobs, progress), strict=True))
     separated = time.perf_counter()
-    pieces = _pool_pieces(runs, data, order, mean, unit)
-    with _one_thread():
-        held = ledger([piece.ellipsoid for piece in pieces], points, codes, len(data.classes), where)
-    inside = held.cells.T.astype(np.int64) @ held.counts
+    pieces = _pool_pieces(runs, data, rows, mean, unit)
     labels = data.classes.tolist()
+    hyperplanes = _pool_hyperplanes(runs, data.codes[rows], labels, mean, unit if standardize else None)
+    del standard, tasks, runs  # the counts need memory of the same size
+    order = order[np.argsort(data.codes[order], kind="stable")]
+    with one_thread():
+        held = ledger([piece.ellipsoid for piece in pieces], data.points[order], data.codes[order], len(labels), where)
+    inside = held.cells.T.astype(np.int64) @ held.counts
     return Partition(
         ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, inside, strict=True)),
-        hyperplanes=_pool_hyperplanes(runs, labels, mean, unit if standardize else None),
+        hyperplanes=hyperplanes,
         classes=data.classes,
-        class_counts=np.bincount(codes).astype(np.int64),
+        class_counts=np.bincount(data.codes).astype(np.int64),
         scale=unit if standardize else np.ones_like(unit),
         ledger=held,
         feature_names=data.feature_names,
@@ -155,80 +185,87 @@ def partition(
             "solver": solver,
             "standardize": bool(standardize),
             "floor": floor,
+            "rest": rest,
+            "cover_isolated": bool(cover_isolated),
+            "max_per_class": max_per_class,
             "versions": _versions(solver),
         },
         seconds={"separate": separated - begun, "count": time.perf_counter() - separated},
     )
 
 
-def _tasks(
-    points: Float[Array, "N D"], codes: Int[Array, "N"], classes: Array, parameters: dict[str, Any]
-) -> list[_Task]:
-    if len(classes) > 2:
-        return [_Task(points, codes, code, (True, False), parameters) for code in range(len(classes))]
+def _location_and_scale(
+    points: Float[Array, "N D"], order: Int[Array, "N"]
+) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
+    """Mean and standard deviation of each feature, summed in the given order."""
+    ordered = points[order]
+    return ordered.mean(axis=0), feature_scale(ordered)
+
+
+def _sample(order: Int[Array, "N"], codes: Int[Array, "N"], most: int | None) -> Int[Array, "n"]:
+    """At most ``most`` rows of each class, in the given order; the choice depends on the points only."""
+    if most is None:
+        return order
+    rng = np.random.default_rng(0)
+    kept = np.ones(len(order), dtype=bool)
+    for code, size in enumerate(np.bincount(codes).tolist()):
+        if size > most:
+            rows = np.flatnonzero(codes[order] == code)
+            kept[rng.choice(rows, size - most, replace=False)] = False
+    return order[kept]
+
+
+def _by_class(rows: Int[Array, "n"], codes: Int[Array, "N"]) -> Int[Array, "n"]:
+    """The rows class by class; the class of the first row comes first, so that names of classes do not matter."""
+    found, first = np.unique(codes[rows], return_index=True)
+    place = np.empty(len(found), dtype=np.int64)
+    place[np.argsort(first)] = np.arange(len(found))
+    return rows[np.argsort(place[codes[rows]], kind="stable")]
+
+
+def _class_tasks(points: Float[Array, "N D"], codes: Int[Array, "N"], parameters: dict[str, Any]) -> list[ClassTask]:
+    """One run for each class; the rows of a class are contiguous."""
+    ends = np.flatnonzero(np.diff(codes, append=-1)) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    return [ClassTask(points, a, b, parameters) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _pair_tasks(points: Float[Array, "N D"], codes: Int[Array, "N"], parameters: dict[str, Any]) -> list[PairTask]:
+    """The runs of Algorithm 1: one for two classes, otherwise one for each class."""
+    sizes = np.bincount(codes)
+    if len(sizes) > 2:
+        return [PairTask(points, codes, code, (True, False), parameters) for code in range(len(sizes))]
     # The larger class comes first, as in the paper. If both have the same size, the class of the first row in canonical
     # order comes first, so that the result does not depend on the names of the classes.
-    sizes = np.bincount(codes)
     first = int(codes[0]) if sizes[0] == sizes[1] else int(sizes.argmax())
-    return [_Task(points, codes, first, (True, True), parameters)]
-
-
-def _run(tasks: list[_Task], n_jobs: int | None, progress: Choice) -> list[tuple[_Task, Separation]]:
-    import joblib
-
-    total = sum(
-        int(np.count_nonzero(task.codes == task.code)) if not task.keep[1] else len(task.codes) for task in tasks
-    )
-    with Bar("partition", total, progress) as bar:
-        parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator")
-        if len(tasks) == 1 or parallel.n_jobs == 1:
-            return [(task, _separate(task, bar.advance)) for task in tasks]
-        done = []
-        for task, separation in zip(tasks, parallel(joblib.delayed(_separate)(task) for task in tasks), strict=True):
-            done.append((task, separation))
-            bar.advance(int(np.count_nonzero(task.codes == task.code)))
-        return done
-
-
-def _separate(task: _Task, advance: Callable[[int], None] | None = None) -> Separation:
-    own = task.codes == task.code
-    separator = Separator(**task.parameters, keep=task.keep, tick=advance)
-    with _one_thread():
-        return separator.separate(task.points[own], task.points[~own])
-
-
-def _one_thread() -> AbstractContextManager[Any]:
-    """Limit BLAS to one thread: the matrices are small, and the order of sums is then the same on every machine."""
-    from threadpoolctl import threadpool_limits
-
-    return threadpool_limits(1)
+    return [PairTask(points, codes, first, (True, True), parameters)]
 
 
 def _pool_pieces(
-    runs: list[tuple[_Task, Separation]],
+    runs: list[tuple[Task, Separation]],
     data: TrainingSet,
-    order: Int[Array, "N"],
+    rows: Int[Array, "n"],
     mean: Float[Array, "D"],
     unit: Float[Array, "D"],
 ) -> list[_UncountedEllipsoid]:
     """The ellipsoids of all runs in the caller's coordinates and rows, sorted by class, iteration and kind."""
     found: list[_UncountedEllipsoid] = []
     for task, separation in runs:
-        own = task.codes == task.code
-        sides = order[own], order[~own]
+        sides = [rows[side] for side in task.sides()]
         for piece in separation.pieces:
-            rows, e = sides[piece.side], piece.ellipsoid
+            members, support = (sides[piece.side][places] for places in (piece.members, piece.support))
+            e = piece.ellipsoid
             center = mean + unit * e.center
             # The sum above rounds the centre of data far from the origin. Stretching restores the cover.
-            whitener = stretched(e.whitener / unit, data.points[rows[piece.members]] - center)
+            whitener = stretched(e.whitener / unit, data.points[members] - center)
             found.append(
                 _UncountedEllipsoid(
-                    code=int(data.codes[rows[0]]),
+                    code=int(data.codes[members[0]]),
                     ellipsoid=Ellipsoid(center, whitener),
                     kind=piece.kind,
                     iteration=piece.iteration,
-                    support=np.sort(rows[piece.support]),
-                    covered=len(piece.members),
+                    support=np.sort(support),
+                    covered=len(members),
                     gap=e.gap if isinstance(e, MinimumVolumeEllipsoid) else 0.0,
                 )
             )
@@ -237,15 +274,20 @@ def _pool_pieces(
 
 
 def _pool_hyperplanes(
-    runs: list[tuple[_Task, Separation]], labels: list[Any], mean: Float[Array, "D"], unit: Float[Array, "D"] | None
+    runs: list[tuple[Task, Separation]],
+    codes: Int[Array, "n"],
+    labels: list[Any],
+    mean: Float[Array, "D"],
+    unit: Float[Array, "D"] | None,
 ) -> tuple[PartitionHyperplane, ...]:
     """The hyperplanes of all runs in the caller's coordinates; ``unit`` is None if the runs used its units."""
     hyperplanes = []
     for task, separation in runs:
+        label = labels[codes[task.sides()[0][0]]]
         for h in separation.hyperplanes:
             w = h.w if unit is None else h.w / unit
             shift = float(w @ mean)
-            hyperplanes.append(PartitionHyperplane(labels[task.code], h.iteration, w, h.alpha + shift, h.beta + shift))
+            hyperplanes.append(PartitionHyperplane(label, h.iteration, w, h.alpha + shift, h.beta + shift))
     return tuple(hyperplanes)
 
 

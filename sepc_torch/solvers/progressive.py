@@ -1,7 +1,7 @@
 r"""Lazily refined minimum-volume ellipsoid (program (2)): solved only as accurately as each query requires.
 
-The partition algorithm asks two yes-or-no queries: whether an ellipsoid contains more than a given number of points of
-another class, and whether two ellipsoids intersect. A coarse design with its enclosure
+The partition algorithm asks two queries: which points of other classes an ellipsoid contains, if they are more than a
+given number, and whether two ellipsoids intersect. A coarse design with its enclosure
 :math:`E_- \subseteq E_\star \subseteq E_+` (:mod:`sepc_torch.solvers.d_optimal`) answers most queries. If it does not
 decide a query, the design is refined. Every answer is that of the exact ellipsoid :math:`E_\star`.
 """
@@ -18,6 +18,7 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.solvers.affine_hull import AffineHull, affine_hull, thickness
 from sepc_torch.solvers.d_optimal import Bounds, Design, inverse_root
 from sepc_torch.solvers.minimum_volume import from_weights, lifted, minimum_volume
+from sepc_torch.solvers.other_points import OtherPoints
 
 # Gaps at which an undecided query is tried again. After the last stage the exact ellipsoid costs hardly more.
 _STAGES = (0.3, 0.05, 5e-3, 2e-4)
@@ -78,18 +79,28 @@ class ProgressiveEllipsoid:
             self._exact = from_weights(self.points, self._hull, self._design.support, self._design.weights, self.floor)
         return self._exact
 
-    def holds_more_than(self, limit: int, others: Float[Array, "M D"]) -> bool:
-        """Whether more than ``limit`` of the other points lie inside or on the surface."""
+    def intruders(self, limit: int, others: OtherPoints) -> Float[Array, "m D"] | None:
+        """The other points that lie inside or on the surface; None if they are at most ``limit``."""
+        if len(others) <= limit:
+            return None
+        inside: list[Float[Array, "m D"]] = []
+        undecided: Float[Array, "m D"] | None = None
         for view in self._views():
-            if len(others) <= limit:
-                return False
-            inside, outside = view.sides(others)
-            # The next stage tests only the undecided points, against the rest of the limit.
-            limit -= int(np.count_nonzero(inside))
-            if limit < 0:
-                return True
-            others = others[~(inside | outside)]
-        return len(others) > limit and int(np.count_nonzero(self.exact().contains(others))) > limit
+            if undecided is None:
+                undecided = others.within(view.center, view.factor, view.farthest_level())
+            held, outside = view.sides(undecided)
+            inside.append(undecided[held])
+            undecided = undecided[~(held | outside)]
+            certain = sum(map(len, inside))
+            if certain + len(undecided) <= limit:
+                return None
+            if not len(undecided):
+                return np.concatenate(inside)
+        exact = self.exact()
+        if undecided is None:
+            undecided = others.within(exact.center, exact.whitener, (1.0 + SURFACE_TOLERANCE) ** 2)
+        inside.append(undecided[exact.contains(undecided)])
+        return np.concatenate(inside) if sum(map(len, inside)) > limit else None
 
     def intersects(self, other: ProgressiveEllipsoid) -> bool:
         """Whether the two ellipsoids have a point in common."""
@@ -148,6 +159,10 @@ class _View(NamedTuple):
         farthest = (g / self.bounds.inner - 1.0) / self.hull.rank + across
         nearest = (g / self.bounds.outer - 1.0) / self.hull.rank + across
         return farthest <= 1.0, nearest > (1.0 + 2.0 * SURFACE_TOLERANCE) ** 2
+
+    def farthest_level(self) -> float:
+        """The value of ||F (z - c)||^2 beyond which a point is certainly outside."""
+        return self.bounds.outer * (1.0 + self.hull.rank * (1.0 + 2.0 * SURFACE_TOLERANCE) ** 2) - 1.0
 
     def thinnest(self) -> float:
         """A lower bound on the semi-axes within the hull."""

@@ -1,0 +1,209 @@
+"""``partition(rest="whole")``, more than two classes: purity, screening, samples, shared memory, interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sepc_torch import Kind, Partition, partition
+from sepc_torch.partitioning.algorithm import Separator
+from sepc_torch.partitioning.steps import Separation
+from sepc_torch.partitioning.tasks import ClassTask, run_all
+from sepc_torch.shapes import Array
+from sepc_torch.solvers.other_points import OtherPoints
+
+Rng = np.random.Generator
+
+
+def overlapping(rng: Rng, size: int, dim: int, classes: int, apart: float = 1.0) -> tuple[Array, Array]:
+    y = rng.integers(0, classes, size=size)
+    y[:classes] = np.arange(classes)
+    return rng.normal(size=(size, dim)) + apart * rng.normal(size=(classes, dim))[y], y
+
+
+def bits(part: Partition) -> list[tuple[Any, ...]]:
+    return [(e.label, str(e.kind), e.covered, e.center.tobytes(), e.whitener.tobytes()) for e in part.ellipsoids]
+
+
+def inside(part: Partition, x: Array) -> Array:
+    """Membership by the definition, with the tolerance of the surface."""
+    return np.stack([np.linalg.norm((x - e.center) @ e.whitener.T, axis=1) <= 1.0001 for e in part.ellipsoids], axis=1)
+
+
+@pytest.mark.parametrize("max_impure", [0, 3])
+@pytest.mark.parametrize(("dim", "classes", "apart"), [(2, 3, 1.0), (4, 8, 0.3), (3, 5, 0.0), (8, 12, 2.0)])
+def test_no_ellipsoid_holds_more_points_of_other_classes(
+    rng: Rng, dim: int, classes: int, apart: float, max_impure: int
+) -> None:
+    """The promise counts all points of other classes; terminal ellipsoids are named as such."""
+    x, y = overlapping(rng, 200, dim, classes, apart)
+    part = partition(x, y, max_impure=max_impure)
+    member = inside(part, x)
+    for e, held in zip(part.ellipsoids, member.T, strict=True):
+        foreign = np.count_nonzero(held & (y != e.label))
+        assert foreign == e.counts.sum() - e.counts[e.label]
+        assert foreign <= max_impure or e.kind is Kind.TERMINAL
+    own = part.codes[None, :] == y[:, None]
+    assert (member & own).any(axis=1).all(), "a point lies in no ellipsoid of its class"
+    assert [sum(e.covered for e in part.ellipsoids if e.label == c) for c in range(classes)] == np.bincount(y).tolist()
+
+
+def test_equal_points_of_all_classes_are_terminal(rng: Rng) -> None:
+    x = np.repeat(rng.normal(size=(30, 3)), 4, axis=0)
+    part = partition(x, np.tile(np.arange(4), 30), max_impure=0)
+    assert {e.kind for e in part.ellipsoids} == {Kind.TERMINAL}
+
+
+@pytest.mark.parametrize("dim", [3, 12])
+def test_screening_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    x, y = overlapping(rng, 3200, dim, 5, apart=12.0 / dim)
+    original, kept = OtherPoints.within, []
+
+    def counting(self: OtherPoints, *query: Any) -> Array:
+        found = original(self, *query)
+        kept.append(len(found) / len(self))
+        return found
+
+    monkeypatch.setattr(OtherPoints, "within", counting)
+    screened = partition(x, y, max_impure=20)
+    assert min(kept) < 0.5, "nothing was screened"
+    monkeypatch.setattr(OtherPoints, "within", lambda self, *query: self.all())
+    assert bits(partition(x, y, max_impure=20)) == bits(screened)
+
+
+@pytest.mark.parametrize("dim", [2, 5, 16])
+def test_screening_keeps_every_point_within_the_level(rng: Rng, dim: int) -> None:
+    points = rng.normal(size=(9000, dim))
+    others = OtherPoints(points, 1000, 2000)
+    rest = np.concatenate([points[:1000], points[2000:]])
+    factor, center = rng.normal(size=(dim, dim)), rng.normal(size=dim)
+    squares = np.sum(((rest - center) @ factor.T) ** 2, axis=1)
+    level = float(np.quantile(squares, 0.05))
+    near = others.within(center, factor, level)
+    assert len(others) == 8000
+    assert len(near) < len(others)
+    wanted = {row.tobytes() for row in rest[squares <= level]}
+    assert wanted <= {row.tobytes() for row in near}
+    assert OtherPoints(points[:100], 10, 20).within(center, factor, level).shape == (90, dim)
+
+
+def test_partitioned_is_the_papers_one_versus_rest(rng: Rng) -> None:
+    x, y = overlapping(rng, 150, 2, 3)
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    part = partition(x, y, rest="partitioned", standardize=False)
+    for c in range(3):
+        run = Separator(max_impure=2, floor=1e-3, keep=(True, False)).separate(x[y == c], x[y != c])
+        mine = sorted((str(e.kind), e.iteration, e.covered) for e in part.ellipsoids if e.label == c)
+        assert mine == sorted((str(p.kind), p.iteration, len(p.members)) for p in run.pieces)
+
+
+def test_two_classes_are_separated_as_in_the_paper_either_way(rng: Rng) -> None:
+    x, y = overlapping(rng, 80, 2, 2)
+    assert bits(partition(x, y)) == bits(partition(x, y, rest="partitioned"))
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_isolated_points_without_balls(rng: Rng, classes: int) -> None:
+    """Only a class without any other ellipsoid keeps its balls."""
+    x, y = overlapping(rng, 240, 4, classes, apart=0.5)
+    x, y = np.concatenate([x, 40.0 + rng.normal(size=(2, 4))]), np.append(y, [classes, classes])
+    balls, without = partition(x, y, max_impure=0), partition(x, y, max_impure=0, cover_isolated=False)
+    assert any(e.kind is Kind.ISOLATED and e.label < classes for e in balls.ellipsoids)
+    assert [e.label for e in without.ellipsoids if e.kind is Kind.ISOLATED] == [classes, classes]
+    kept = [e for e in balls.ellipsoids if e.kind is not Kind.ISOLATED or e.label == classes]
+    assert bits(without) == bits(balls)[:0] + [
+        b for b, e in zip(bits(balls), balls.ellipsoids, strict=True) if e in kept
+    ]
+    assert without.counts.sum() == len(x), "an uncovered point is not counted"
+
+
+def test_a_sample_of_each_class(rng: Rng) -> None:
+    """Ellipsoids of the sample, counts of all points, whatever the order of the rows."""
+    x, y = overlapping(rng, 900, 3, 3, apart=2.0)
+    part = partition(x, y, max_per_class=50)
+    assert [sum(e.covered for e in part.ellipsoids if e.label == c) for c in range(3)] == [50] * 3
+    assert part.counts.sum(axis=0).tolist() == np.bincount(y).tolist()
+    member = inside(part, x)
+    assert [int(e.counts.sum()) for e in part.ellipsoids] == member.sum(axis=0).tolist()
+    rows = rng.permutation(len(x))
+    assert bits(partition(x[rows], y[rows], max_per_class=50)) == bits(part)
+    assert bits(partition(x, y, max_per_class=900)) == bits(partition(x, y))
+
+
+class MemoryTask(ClassTask):
+    """Writes how the points reached the process to a file."""
+
+    def run(self, tick: Any = None) -> Separation:
+        report = f"{os.getpid()} {type(self.points).__name__} {getattr(self.points, 'filename', None)}"
+        (self.parameters["folder"] / str(self.start)).write_text(report)
+        return Separation((), ())
+
+
+def test_processes_share_one_copy_of_the_points(rng: Rng, tmp_path: Path) -> None:
+    points = rng.normal(size=(40_000, 8))
+    tasks = [MemoryTask(points, a, a + 10_000, {"folder": tmp_path}) for a in range(0, 40_000, 10_000)]
+    run_all(tasks, n_jobs=2, progress=False)
+    processes, kinds, files = zip(*(path.read_text().split() for path in tmp_path.iterdir()), strict=True)
+    assert len(files) == 4
+    assert set(kinds) == {"memmap"}
+    assert len(set(files)) == 1, "the points were written more than once"
+    assert str(os.getpid()) not in processes
+
+
+LONG_FIT = """
+import numpy as np, sys
+from sepc_torch import partition
+rng = np.random.default_rng(0)
+y = rng.integers(0, 40, size=30_000)
+x = rng.normal(size=(30_000, 12)) + 0.2 * rng.normal(size=(40, 12))[y]
+print("ready", flush=True)
+partition(x, y, n_jobs=2, progress=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the processes from /proc")
+def test_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    environment = {**os.environ, "JOBLIB_TEMP_FOLDER": str(folder), "SEPC_TEST_MARK": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", LONG_FIT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 60
+        while not any(folder.rglob("*.pkl")):
+            assert time.monotonic() < deadline, "the points were never shared"
+            time.sleep(0.1)
+        time.sleep(2.0)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    deadline = time.monotonic() + 20
+    while (left := [*_processes(str(tmp_path)), *folder.iterdir()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def _processes(mark: str) -> list[str]:
+    """Processes whose environment names the folder of the test."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"SEPC_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(entry.name)
+            except OSError:
+                continue  # the process ended, or belongs to another user
+    return found
