@@ -112,17 +112,24 @@ def test_two_classes_are_separated_as_in_the_paper_either_way(rng: Rng) -> None:
 
 @pytest.mark.parametrize("classes", [2, 4])
 def test_isolated_points_without_balls(rng: Rng, classes: int) -> None:
-    """Only a class without any other ellipsoid keeps its balls."""
-    x, y = overlapping(rng, 240, 4, classes, apart=0.5)
+    """A class of isolated points only gets one terminal ellipsoid; the other classes lose their balls."""
+    x, y = overlapping(rng, 160, 4, classes, apart=0.5)
     x, y = np.concatenate([x, 40.0 + rng.normal(size=(2, 4))]), np.append(y, [classes, classes])
     balls, without = partition(x, y, max_impure=0), partition(x, y, max_impure=0, cover_isolated=False)
     assert any(e.kind is Kind.ISOLATED and e.label < classes for e in balls.ellipsoids)
-    assert [e.label for e in without.ellipsoids if e.kind is Kind.ISOLATED] == [classes, classes]
-    kept = [e for e in balls.ellipsoids if e.kind is not Kind.ISOLATED or e.label == classes]
-    assert bits(without) == bits(balls)[:0] + [
-        b for b, e in zip(bits(balls), balls.ellipsoids, strict=True) if e in kept
-    ]
+    (last,) = [e for e in without.ellipsoids if e.label == classes]
+    assert (last.kind, last.covered) == (Kind.TERMINAL, 2)
+    kept = [b for b, e in zip(bits(balls), balls.ellipsoids, strict=True) if e.kind is not Kind.ISOLATED]
+    assert [b for b in bits(without) if b[0] != classes] == kept
     assert without.counts.sum() == len(x), "an uncovered point is not counted"
+
+
+def test_two_classes_without_balls(rng: Rng) -> None:
+    """The paper's run for two classes drops the balls as well."""
+    x, y = rng.normal(size=(43, 3)), np.append(np.zeros(40, dtype=int), [1, 1, 1])
+    x[:40, 0] += 9.0
+    one = partition(x[:-1], y[:-1], cover_isolated=False)
+    assert [e.kind for e in one.ellipsoids if e.label == 1] == [Kind.TERMINAL]
 
 
 def test_a_sample_of_each_class(rng: Rng) -> None:

@@ -31,7 +31,7 @@ _SHRINKAGE = 1e-3
 # smaller dimensions.
 _MAX_DIMENSIONS = 32
 # Share of the points in classes that are large enough for the default dimension.
-_MOST_POINTS = 0.95
+_MOST_POINTS = 0.9
 # Below this default dimension, caused by a tiny class, the head warns: a few dimensions represent an embedding poorly.
 _FEW_DIMENSIONS = 4
 
@@ -196,11 +196,11 @@ def _discriminant(centred: Float[Array, "N D"], codes: Int[Array, "N"], dim: int
 def default_dim(sizes: Int[Array, "C"], features: int) -> int:
     r"""Default dimension :math:`\min(32, \lfloor n / 2 \rfloor, D)` of a projection.
 
-    Here :math:`n` is the largest size for which the classes of at least that size hold 95 % of the points, so that a
+    Here :math:`n` is the largest size for which the classes of at least that size hold 90 % of the points, so that a
     few tiny classes do not decide. An ellipsoid needs more points than dimensions; with twice as many, classes were
     separated best (``experiments/head_defaults.py``).
 
-    >>> default_dim(np.array([40, 900]), 64), default_dim(np.array([20, 20, 20]), 64)
+    >>> default_dim(np.array([80, 900]), 64), default_dim(np.array([20, 20, 20]), 64)
     (32, 10)
     """
     large = np.sort(sizes)[::-1]

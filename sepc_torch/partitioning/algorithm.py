@@ -92,9 +92,26 @@ class Separator(Steps):
                 pieces += self._pieces(side, Kind.TERMINAL, iteration, sets[side], left[side], others, covering)
                 self._done(len(left[side]))
         if not self.cover_isolated:
-            covered = {piece.side for piece in pieces if piece.kind is not Kind.ISOLATED}
-            pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED or piece.side not in covered]
+            pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED]
+            for side in (0, 1):
+                if self.keep[side] and all(piece.side != side for piece in pieces):
+                    pieces.append(self._whole(side, iteration, sets[side]))
         return Separation(tuple(pieces), tuple(hyperplanes))
+
+    def _pieces(
+        self,
+        side: int,
+        kind: Kind,
+        iteration: int,
+        points: Float[Array, "N D"],
+        rows: Int[Array, "n"],
+        others: OtherPoints,
+        covering: Covering | None,
+    ) -> list[Piece]:
+        """One piece of the given kind for the covering of ``rows``; without a covering, balls for isolated points."""
+        if covering is None:
+            return self._balls(side, iteration, points, rows, others)
+        return [self._piece(side, kind, iteration, points, rows, covering)]
 
     def _wanted(self, left: list[Array]) -> bool:
         return any(keep and len(rows) > 0 for keep, rows in zip(self.keep, left, strict=True))

@@ -38,14 +38,15 @@ class ClassSeparator(Steps):
             if found.covering is None:
                 isolated.append((iteration, found.members))
             else:
-                kind = found.kind(iteration)
-                pieces += self._pieces(0, kind, iteration, own, found.members, others, found.covering)
+                pieces.append(self._piece(0, found.kind(iteration), iteration, own, found.members, found.covering))
             left = np.setdiff1d(left, found.members, assume_unique=True)
             self._done(len(found.members))
             iteration += 1
         isolated.append((iteration, left))
-        if self.cover_isolated or not pieces:
+        if self.cover_isolated:
             for number, rows in isolated:
                 pieces += self._balls(0, number, own, rows, others)
+        elif not pieces:
+            pieces.append(self._whole(0, iteration, own))
         self._done(len(left))
         return Separation(tuple(pieces), tuple(hyperplanes))

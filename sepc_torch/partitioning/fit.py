@@ -106,8 +106,8 @@ def partition(
         standardize: Measure the reduced hulls in standard deviations of each feature. The ellipsoids themselves do
             not depend on scale and are returned in the coordinates of ``X`` either way.
         floor: Least semi-axis, in standard deviations of each feature. It is also the radius of isolated points.
-        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid, unless their class
-            has no other.
+        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid; if all points of a
+            class are isolated, one terminal ellipsoid covers the class.
         max_per_class: Fit the ellipsoids of every class to a random sample of at most this many points, chosen
             independently of the order of the rows. The counts are of all points. Points outside the sample may lie
             in no ellipsoid, and ``max_impure`` holds for the sample.

@@ -124,8 +124,8 @@ class Steps:
             features, ellipsoids do not.
         tol: Relative gap to which ellipsoids are certified.
         solver: ``"native"`` or the name of an installed cvxpy solver.
-        cover_isolated: Whether isolated points get a ball each. Otherwise they get balls only in a class that has no
-            other ellipsoid.
+        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid; if all points of a
+            class are isolated, one terminal ellipsoid covers the class.
         tick: Callback for progress, called with the number of points that were just covered.
     """
 
@@ -209,22 +209,23 @@ class Steps:
             covering = covering.subset(beyond) if len(beyond) > dim else None
         return Shrunk(members, None, True, first)
 
-    def _pieces(
+    def _piece(
         self,
         side: int,
         kind: Kind,
         iteration: int,
         points: Float[Array, "N D"],
         rows: Int[Array, "n"],
-        others: OtherPoints,
-        covering: Covering | None,
-    ) -> list[Piece]:
-        """One piece of the given kind for the covering of ``rows``; without a covering, balls for isolated points."""
-        if covering is None:
-            return self._balls(side, iteration, points, rows, others)
+        covering: Covering,
+    ) -> Piece:
+        """The piece of the given kind for the covering of ``rows``."""
         ellipsoid = covering.exact()
         on_surface = ellipsoid.distance(points[rows[ellipsoid.support]]) >= 1.0 - _ON_SURFACE
-        return [Piece(side, kind, iteration, ellipsoid, rows, rows[ellipsoid.support[on_surface]])]
+        return Piece(side, kind, iteration, ellipsoid, rows, rows[ellipsoid.support[on_surface]])
+
+    def _whole(self, side: int, iteration: int, points: Float[Array, "N D"]) -> Piece:
+        """One terminal ellipsoid for a class whose points are all isolated and get no balls."""
+        return self._piece(side, Kind.TERMINAL, iteration, points, np.arange(len(points)), self._cover(points))
 
     def _balls(
         self,
