@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_peers import compare, what_they_are
 from gpu_timing import (
@@ -151,7 +152,7 @@ def forward_at(model: Synthetic, rows: int, seed: int) -> dict[str, Any]:
         "rows": rows,
         "ellipsoids": count,
         "dims": dim,
-        "cells": len(model.training.cells),
+        "cells": len(model.training.cell_sizes),
         "rules": rule_shares(sepc(z)),
         "unseen": unseen_share(model, z[:FEW_ROWS]),
         "distances_ms": distances_ms,
@@ -182,8 +183,9 @@ def rule_shares(out: Prediction) -> list[float]:
 def unseen_share(model: Synthetic, z: Tensor) -> float:
     """Share of the points in a set of several ellipsoids that no training point shares."""
     inside = (model.bank("torch")(z) <= 1.0 + SURFACE_TOLERANCE).cpu().numpy()
-    known = {cell.tobytes() for cell in model.training.cells.cpu().numpy()}
-    return sum(row.sum() > 1 and row.tobytes() not in known for row in inside) / len(inside)
+    sizes, members = model.training.cell_sizes.tolist(), model.training.cell_members.cpu()
+    known = {tuple(cell.tolist()) for cell in members.split(sizes)}
+    return sum(row.sum() > 1 and tuple(np.flatnonzero(row).tolist()) not in known for row in inside) / len(inside)
 
 
 def memory(count: int, seed: int, dim: int = 32) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def exact(seed: int, smoke: bool) -> dict[str, Any]:
             "ellipsoids": count,
             "dims": dim,
             "condition": model.condition,
-            "cells": len(model.training.cells),
+            "cells": len(model.training.cell_sizes),
             **decisions(model, [seed + 1 + batch for batch in range(batches)]),
         }
         print(f"{name}: {found[name]}", flush=True)

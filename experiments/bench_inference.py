@@ -146,7 +146,7 @@ def forward(rng: np.random.Generator, rows: int, repeats: int) -> dict[str, Any]
     return {
         "rows": rows,
         "ellipsoids": len(sepc.bank),
-        "cells": len(sepc.cells),
+        "cells": len(sepc.cell_sizes),
         "distances_s": distances,
         "forward_s": whole,
         "forward_over_distances": whole / distances,

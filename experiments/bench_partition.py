@@ -108,7 +108,7 @@ def measure(name: str, x: np.ndarray, y: np.ndarray, max_impure: int) -> dict[st
         "cpu_s": cpu,
         "ellipsoids": sum(e.kind != "isolated" for e in found.ellipsoids),
         "isolated": sum(e.kind == "isolated" for e in found.ellipsoids),
-        "cells": len(found.cells),
+        "cells": len(found.ledger.cell_sizes),
         "calls": dict(calls),
         "share": {program: seconds / cpu for program, seconds in spent.items()}
         | {"count": found.seconds["count"] / wall},

@@ -2,9 +2,7 @@
 
 Points come from normal clouds. Every cloud has four ellipsoids near its middle, each with its own centre and axes.
 They are scaled to contain the same share of the cloud, such that a given share of all points is in no ellipsoid. At any
-number of dimensions about a third of the points is then in no ellipsoid, a third in one and a third in several. The
-counts equal those of :func:`sepc_torch.partitioning.cells.ledger`. They are computed in torch on the device, because
-NumPy would take minutes for the largest models.
+number of dimensions about a third of the points is then in no ellipsoid, a third in one and a third in several.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sepc_torch import SEPC, EllipsoidBank
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.ellipsoid import Ellipsoid
 from sepc_torch.model.kernels import Kernel
 from sepc_torch.model.rules import TrainingCounts
-from sepc_torch.partitioning.cells import RESOLUTION
+from sepc_torch.partitioning.cells import ledger
+from sepc_torch.shapes import Array
 
 TRAINING_POINTS = 10_000
 MOST_CLASSES = 10
@@ -113,28 +111,17 @@ def synthetic(
     wrong = torch.rand(points, generator=generator, device=device) < WRONG_LABELS
     labels = torch.where(wrong, chance, codes[distance.argmin(dim=1)])
     totals = labels.bincount(minlength=classes)
-    return Synthetic(middles, centers, whiteners, training_counts(distance, codes, labels, totals), totals)
+    by_class = labels.argsort(stable=True)
+    ellipsoids = [Ellipsoid(c, w) for c, w in zip(*(_array(t) for t in (centers, whiteners)), strict=True)]
+    # On the device, because NumPy would take minutes for the largest models.
+    found = ledger(ellipsoids, _array(x[by_class]), labels[by_class].cpu().numpy(), classes, torch.device(device))
+    training = TrainingCounts.from_ledger(codes.cpu(), found, torch.float32)
+    training = TrainingCounts(*(table.to(device) for table in training))
+    return Synthetic(middles, centers, whiteners, training, totals)
 
 
-def training_counts(distance: Tensor, codes: Tensor, labels: Tensor, totals: Tensor) -> TrainingCounts:
-    """Class counts for the rules, from the distances (N, K) of labelled training points to the ellipsoids."""
-    inside = distance <= 1.0 + SURFACE_TOLERANCE
-    packed, cell = np.unique(np.packbits(inside.cpu().numpy(), axis=1), axis=0, return_inverse=True)
-    cells = torch.from_numpy(np.unpackbits(packed, axis=1, count=len(codes)).astype(bool)).to(distance.device)
-    of_class = torch.nn.functional.one_hot(labels, len(totals))
-    counts = torch.zeros(len(cells), len(totals), dtype=torch.int64, device=distance.device)
-    counts.index_add_(0, torch.from_numpy(cell.ravel()).to(distance.device), of_class)
-
-    size = min(int(totals.max()), RESOLUTION)
-    steps = torch.arange(1, size + 1, device=distance.device)
-    evenly = -(-steps * totals[:, None] // size)
-    counts_at = torch.where(totals[:, None] <= size, torch.minimum(steps, totals[:, None]), evenly)
-    sorted_distances = torch.stack(
-        [distance[labels == c].sort(dim=0).values[counts_at[c] - 1].T for c in range(len(totals))], dim=1
-    )
-    sorted_distances = sorted_distances.masked_fill(steps > totals[:, None], torch.inf)
-    held = (inside.T.double() @ of_class.double()).long()
-    return TrainingCounts(codes, cells, counts, held, sorted_distances.float(), counts_at)
+def _array(numbers: Tensor) -> Array:
+    return numbers.double().cpu().numpy()
 
 
 def _draw(middles: Tensor, rows: int, generator: torch.Generator, far: float) -> tuple[Tensor, Tensor]:

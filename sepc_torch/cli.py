@@ -120,7 +120,7 @@ def fit(
             "features": list(frame.columns),
             "classes": _by_label(found.classes.tolist(), found.class_counts.tolist()),
             "ellipsoids": len(found),
-            "cells": len(found.cells),
+            "cells": len(found.ledger.cell_sizes),
             "made": dict(found.made),
             "seconds": dict(found.seconds),
         }

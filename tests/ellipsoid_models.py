@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from sepc_torch import SEPC, EllipsoidBank
 from sepc_torch.ellipsoid import Ellipsoid
 from sepc_torch.model.rules import TrainingCounts
-from sepc_torch.partitioning.cells import ledger
+from sepc_torch.partitioning import cells
 
 Rng = np.random.Generator
 
@@ -25,13 +26,14 @@ def model_of(
     held: float = 1.2,
     twins: bool = False,
     mixed: bool = False,
+    steps: int = cells.STEPS,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> SEPC:
     """A model whose every point lies in about ``held`` ellipsoids on average, so that some lie in none.
 
     With ``twins`` every other ellipsoid is that before it, and so equally near; with ``mixed`` the ellipsoids do not
-    come by class. The last class has no ellipsoid.
+    come by class. ``steps`` is the largest number of steps per ellipsoid. The last class has no ellipsoid.
     """
     x = rng.normal(size=(points, dim))
     labels = rng.integers(0, classes, points)
@@ -45,15 +47,10 @@ def model_of(
     whiteners /= np.quantile(distance, min(0.6, held / count), axis=0)[:, None, None]
     ellipsoids = [Ellipsoid(c, w) for c, w in zip(centers, whiteners, strict=True)]
     codes = rng.integers(0, max(classes - 1, 1), count)
-    found = ledger(ellipsoids, x, labels, classes)
-    training = TrainingCounts(
-        codes=torch.from_numpy(codes if mixed else np.sort(codes)),
-        cells=torch.from_numpy(found.cells),
-        counts=torch.from_numpy(found.counts),
-        held=torch.from_numpy(found.cells.T.astype(np.int64) @ found.counts),
-        sorted_distances=torch.from_numpy(found.sorted_distances).to(dtype),
-        counts_at=torch.from_numpy(found.counts_at),
-    )
+    by_class = np.argsort(labels)
+    with mock.patch.object(cells, "STEPS", steps):
+        found = cells.ledger(ellipsoids, x[by_class], labels[by_class], classes)
+    training = TrainingCounts.from_ledger(torch.from_numpy(codes if mixed else np.sort(codes)), found, dtype)
     kernel = options.pop("kernel", "auto")
     bank = EllipsoidBank(torch.from_numpy(centers), torch.from_numpy(whiteners), kernel=kernel).to(dtype)
     return SEPC(

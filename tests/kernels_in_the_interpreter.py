@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from sepc_torch.model import kernels
 from sepc_torch.model.kernels import Kernels, decide, distances, tables
 from sepc_torch.model.prediction import Prediction, predict_for_label
 from sepc_torch.model.rules import TrainingCounts, resolve
+from sepc_torch.partitioning.cells import Ledger
 
 Rng = np.random.Generator
 # Numbers are split into 22 bits. The bound covers three such errors and the rounding of sums, relative to the terms.
@@ -96,13 +98,17 @@ def check_against_torch(
 
 
 def check_rules(rng: Rng) -> None:
-    """Every rule, in both dtypes; more classes than a program counts at a time; ties; unsorted classes; Euclidean."""
+    """Every rule, in both dtypes; more classes than a program counts at a time; ties; unsorted classes; Euclidean.
+
+    With ``steps`` the ellipsoids keep fewer steps than the grids have counts.
+    """
     seen: set[int] = set()
     for count, dim, classes, rows, dtype, options in (
         (9, 2, 3, 7, torch.float32, {"held": 2.0}),
         (1, 1, 2, 4, torch.float32, {}),
         (40, 3, 5, 4, torch.float64, {"held": 3.0}),
         (20, 2, 40, 4, torch.float32, {"held": 3.0}),
+        (9, 2, 40, 6, torch.float32, {"held": 0.5, "twins": True, "steps": 50}),
         (12, 2, 4, 6, torch.float64, {"twins": True}),
         (34, 2, 4, 5, torch.float32, {"mixed": True}),
         (8, 3, 3, 6, torch.float64, {"nearest": "euclidean"}),
@@ -125,13 +131,20 @@ def check_ties(rng: Rng) -> None:
         counts = torch.zeros(2, 4, dtype=torch.int64)
         counts[0, tied] = 7
         counts[1] = torch.tensor([3, 1, 0, 2])
+        entries = counts.nonzero().int()
         training = TrainingCounts(
-            torch.arange(3),
-            torch.tensor([[True, True, True], [False, False, False]]),
-            counts,
-            counts[:1].repeat(3, 1),
-            torch.ones(3, 4, 1),
-            torch.full((4, 1), 9),
+            codes=torch.arange(3),
+            cell_sizes=torch.tensor([3, 0]),
+            cell_members=torch.arange(3, dtype=torch.int32),
+            entry_cells=entries[:, 0],
+            entry_classes=entries[:, 1],
+            entry_counts=counts[counts > 0],
+            grid_classes=torch.arange(4, dtype=torch.int32),
+            grid_counts=torch.full((4,), 9),
+            step_ids=torch.arange(4, dtype=torch.int32).repeat(3, 1),
+            step_distances=torch.ones(3, 4),
+            tail_distances=torch.ones(3, 0),
+            held=counts[:1].repeat(3, 1),
         )
         label = resolve(distance, training).label
         assert set(label[:3].tolist()) <= set(tied)
@@ -151,34 +164,35 @@ def check_counting(rng: Rng) -> None:
     """Sets of ellipsoids that no training point shares, with counts of 23 binary digits."""
     sepc = model_of(rng, 40, 2, 4, held=3.0, points=200)
     training = sepc.training_counts
-    some = rng.random(training.counts.shape) < 0.2
-    large = torch.from_numpy(np.where(some, rng.integers(2**22, 2**23 - 200, some.shape), 0))
-    counts = torch.where(training.counts > 0, training.counts + large, 0)
-    training = training._replace(counts=counts, held=training.cells.T.long() @ counts)
-    totals = counts.sum(dim=0) + 2**29
+    some = rng.random(len(training.entry_counts)) < 0.2
+    some[0] = True
+    counts = training.entry_counts + torch.from_numpy(np.where(some, rng.integers(2**22, 2**23 - 200, len(some)), 0))
+    training = TrainingCounts.from_ledger(
+        training.codes,
+        Ledger(*(table.numpy() for table in training[1:11]))._replace(entry_counts=counts.numpy()),
+        torch.float32,
+    )
+    totals = torch.zeros(4, dtype=torch.int64).index_add_(0, training.entry_classes, counts) + 2**29
     assert len(tables.rule_tables(training, totals).digits) == 23
     check_against_torch(distances_in_many(rng, 40, 4), training, totals, torch.from_numpy(rng.integers(0, 4, 4)))
 
 
 def check_equal_hashes(rng: Rng) -> None:
     """A set of ellipsoids with the hash of another set is not mistaken for it: here every hash is the set's size."""
-    random_hashes = tables.ellipsoid_hashes
-    tables.ellipsoid_hashes = lambda count: np.ones(count, dtype=np.int64)
-    try:
-        sepc = model_of(rng, 20, 2, 3, held=3.0, points=60)
-        z = points_for(rng, sepc, 6, bad=False)
-        given = torch.from_numpy(rng.integers(0, 3, 6))
+    sepc = model_of(rng, 20, 2, 3, held=3.0, points=60)
+    z = points_for(rng, sepc, 6, bad=False)
+    given = torch.from_numpy(rng.integers(0, 3, 6))
+    with mock.patch.object(tables, "ellipsoid_hashes", lambda count: np.ones(count, dtype=np.int64)):
         check_against_torch(sepc.bank(z), sepc.training_counts, sepc.totals, given)
-    finally:
-        tables.ellipsoid_hashes = random_hashes
 
 
 def check_lookup(rng: Rng) -> None:
     """Known sets of ellipsoids are looked up: wrong digits for counting do not change them."""
     sepc = model_of(rng, 20, 2, 3, held=3.0, points=60)
     rules = tables.rule_tables(sepc.training_counts, sepc.totals)
-    known = (rules.verdicts[20:] >= 0) & (sepc.cells.sum(dim=1) > 1)
-    inside = sepc.cells[known][:5]
+    cells = torch.from_numpy(Ledger(*(table.numpy() for table in sepc.training_counts[1:11])).cells)
+    known = (rules.verdicts[20:] >= 0) & (sepc.cell_sizes > 1)
+    inside = cells[known][:5]
     assert len(inside) == 5
     distance = torch.where(inside, 0.5, 2.0) + 0.1 * torch.from_numpy(rng.random(inside.shape)).float()
     wiped = rules._replace(digits=torch.zeros_like(rules.digits))

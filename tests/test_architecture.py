@@ -232,14 +232,17 @@ def test_a_frozen_head_runs_on_torch_and_numpy_alone() -> None:
             def find_spec(self, name, path=None, target=None):
                 return None if name.partition(".")[0] in MISSING else self.finder.find_spec(name, path, target)
         sys.meta_path = [Hiding(finder) for finder in sys.meta_path]
+        import numpy as np
         import torch
         from sepc_torch import SEPC, EllipsoidBank, TrustHead
         from sepc_torch.head.projection import Projection
         from sepc_torch.model.rules import TrainingCounts
+        from sepc_torch.partitioning.cells import Ledger
         bank = EllipsoidBank(torch.tensor([[0.0, 0.0], [4.0, 0.0]]), torch.eye(2).repeat(2, 1, 1))
-        eye = torch.eye(2, dtype=torch.int64)
-        distances = torch.tensor([[[0.5], [4.0]], [[4.0], [0.5]]])
-        counts = TrainingCounts(torch.arange(2), eye.bool(), eye, eye, distances, torch.ones(2, 1, dtype=torch.int64))
+        two, ones = np.arange(2, dtype=np.int32), np.ones(2, dtype=np.int64)
+        distances = np.array([[0.5, 4.0], [4.0, 0.5]])
+        ledger = Ledger(ones, two, two, two, ones, two, ones, np.stack([two, two]), distances, distances[:, :0])
+        counts = TrainingCounts.from_ledger(torch.arange(2), ledger, torch.float32)
         sepc = SEPC(bank, counts, torch.ones(2, dtype=torch.int64), torch.ones(2), classes=["a", "b"])
         head = TrustHead(Projection(torch.zeros(2), torch.eye(2), unit_length=False), sepc)
         print(*head(torch.tensor([[0.1, 0.2], [9.0, 0.0]])).label.tolist(), head.explain([0.1, 0.2]).details["rule"])

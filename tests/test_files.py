@@ -11,10 +11,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import torch
+from old_tables import old_count, old_tables
 from safetensors.numpy import save_file
 
-from sepc_torch import Partition, partition
+from sepc_torch import SEPC, Partition, Rule, partition
 from sepc_torch.data import files as storage
+from sepc_torch.partitioning.cells import Ledger
 
 
 @pytest.fixture
@@ -96,14 +99,87 @@ def test_a_newer_format_is_refused(part: Partition, tmp_path: Path, monkeypatch:
         Partition.load(tmp_path / "part")
 
 
-def test_a_partition_of_format_1_loads(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older = {"sorted_distances": "reach", "counts_at": "ranks"}
-    arrays = {older.get(name, name): array for name, array in part._arrays().items()}
-    assert set(older.values()) <= set(arrays)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(storage, "FORMAT", 1)
-        storage.write(tmp_path / "part", "partition", arrays, part._metadata())
-    assert Partition.load(tmp_path / "part") == part
+# Names of the tables in format 1.
+OLDER = {"sorted_distances": "reach", "counts_at": "ranks"}
+
+
+def write_old(path: Path, kind: str, version: int, arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """A file of format 1 or 2, written without this package."""
+    named = {OLDER.get(name, name) if version == 1 else name: np.ascontiguousarray(a) for name, a in arrays.items()}
+    text = json.dumps({"kind": kind, "format": version, **metadata})
+    save_file(named, path, metadata={"sepc_torch": text})
+
+
+def without_ledger(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if name not in Ledger._fields}
+
+
+@pytest.fixture
+def old(rng: np.random.Generator) -> tuple[Partition, dict[str, np.ndarray]]:
+    """A partition of three classes of different size, and its tables in format 2; two classes are thinned."""
+    y = np.repeat([0, 1, 2], [70, 12, 33])
+    x = rng.normal(size=(115, 2)) + y[:, None]
+    part = partition(x, y)
+    return part, old_tables(part.distances(x), y, 20)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_partition_of_an_older_format_loads(
+    rng: np.random.Generator, old: tuple[Partition, dict[str, np.ndarray]], tmp_path: Path, version: int
+) -> None:
+    part, tables = old
+    inside = np.stack([e.counts for e in part.ellipsoids])
+    arrays = {**without_ledger(part._arrays()), **tables, "inside": inside}
+    write_old(tmp_path / "part", "partition", version, arrays, part._metadata())
+    found = Partition.load(tmp_path / "part")
+    np.testing.assert_array_equal(found.cells, tables["cells"])
+    np.testing.assert_array_equal(found.counts, tables["counts"])
+    np.testing.assert_array_equal([e.counts for e in found.ellipsoids], inside)
+    for k in range(len(part)):
+        for distance in [0.0, *rng.choice(tables["sorted_distances"][k].ravel(), 20), *rng.uniform(0, 9, 20)]:
+            assert found.ledger.reached(k, distance).tolist() == old_count(tables, k, distance)
+    found.save(tmp_path / "again")
+    assert Partition.load(tmp_path / "again") == found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_of_an_older_format_loads(
+    rng: np.random.Generator, old: tuple[Partition, dict[str, np.ndarray]], tmp_path: Path, version: int
+) -> None:
+    """From a file and from a state dict; counts outside are those of the old tables, counts inside those of today."""
+    part, tables = old
+    model = SEPC.from_partition(part, dtype=torch.float64)
+    tensors = {name: value.numpy() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    arrays = {**without_ledger(tensors), **tables, "held": model.held.numpy()}
+    write_old(tmp_path / "model", "sepc", version, arrays, model.get_extra_state())
+    state = {OLDER.get(name, name) if version == 1 else name: torch.from_numpy(array) for name, array in arrays.items()}
+    other = SEPC.from_partition(
+        partition([[0.0, 0.0], [0.0, 1.0], [5.0, 5.0], [5.0, 6.0]], [0, 0, 1, 1]), dtype=torch.float64
+    )
+    other.load_state_dict({**state, "_extra_state": model.get_extra_state()})
+    z = torch.from_numpy(4.0 * rng.normal(size=(200, 2)) + 1.0)
+    distance, wanted = model._resolve(z)
+    for loaded in (SEPC.load(tmp_path / "model"), other):
+        assert torch.equal(loaded.held, model.held)
+        _, found = loaded._resolve(z)
+        assert torch.equal(found.rule, wanted.rule)
+        for i in range(len(z)):
+            k = int(wanted.nearest[i])
+            outside = int(wanted.rule[i]) == Rule.OUTSIDE
+            expected = old_count(tables, k, float(distance[i, k])) if outside else wanted.counts[i].tolist()
+            assert found.counts[i].tolist() == expected
+    assert 20 < int((wanted.rule == Rule.OUTSIDE).sum()) < 200
+
+
+def test_a_saved_model_holds_no_derived_counts(part: Partition, tmp_path: Path) -> None:
+    SEPC.from_partition(part).save(tmp_path / "model")
+    arrays, _ = storage.read(tmp_path / "model", "sepc")
+    assert {name: str(arrays[name].dtype) for name in ("step_ids", "step_distances", "cell_members")} == {
+        "step_ids": "int32",
+        "step_distances": "float32",
+        "cell_members": "int32",
+    }
+    assert not {"held", "cells", "counts"} & set(arrays)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ def by_torch(sepc: SEPC) -> SEPC:
     bank = type(sepc.bank)(
         sepc.bank.offsets.double(), sepc.bank.whiteners.double(), sepc.bank.origin.double(), kernel="torch"
     )
-    training = sepc.training_counts._replace(sorted_distances=sepc.sorted_distances.double())
+    training = sepc.training_counts
+    training = training._replace(
+        step_distances=training.step_distances.double(), tail_distances=training.tail_distances.double()
+    )
     return SEPC(
         bank, training, sepc.totals, sepc.scale.double(), classes=sepc.classes, nearest=sepc.nearest, nan_policy="flag"
     )
@@ -114,8 +117,10 @@ def test_counts_where_a_pattern_is_new(rng: Rng, count: int) -> None:
 
 
 @pytest.mark.parametrize("nearest", ["mahalanobis", "euclidean"])
-def test_in_float64_every_decision_is_the_same(rng: Rng, nearest: str) -> None:
-    sepc = model_of(rng, 30, 3, 4, points=1000, dtype=torch.float64, nearest=nearest).cuda()
+@pytest.mark.parametrize("steps", [20, 2048])
+def test_in_float64_every_decision_is_the_same(rng: Rng, nearest: str, steps: int) -> None:
+    """With 20 steps the ellipsoids have a horizon."""
+    sepc = model_of(rng, 30, 3, 4, points=1000, steps=steps, dtype=torch.float64, nearest=nearest).cuda()
     for rows in (3000, 9000):
         z = points_for(rng, sepc, rows).cuda()
         found, wanted = sepc(z), by_torch(sepc)(z)
@@ -127,9 +132,10 @@ def test_in_float64_every_decision_is_the_same(rng: Rng, nearest: str) -> None:
         assert torch.allclose(found.margin, wanted.margin, rtol=1e-9, atol=0, equal_nan=True)
 
 
-def test_equally_near(rng: Rng) -> None:
+@pytest.mark.parametrize("steps", [20, 2048])
+def test_equally_near(rng: Rng, steps: int) -> None:
     """Twins of different classes: outside them the least and the greatest counts decide."""
-    sepc = model_of(rng, 20, 2, 4, points=500, held=0.3, twins=True, dtype=torch.float64).cuda()
+    sepc = model_of(rng, 20, 2, 4, points=500, held=0.3, twins=True, steps=steps, dtype=torch.float64).cuda()
     for rows in (2000, 9000):
         z = points_for(rng, sepc, rows).cuda()
         found, wanted = sepc(z), by_torch(sepc)(z)

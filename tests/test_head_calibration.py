@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from old_tables import dense_tables
 from overlapping_classes import batch, draw
 from scipy.stats import binom
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from sepc_torch import TrustHead
 from sepc_torch.head.calibration import Calibrated
 from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -191,7 +193,11 @@ def test_older_names_in_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypa
     x, labels, logits = draw(rng, 100)
     head.calibrate(x, labels, logits)
     state = {older_name(name): value for name, value in head.state_dict().items()}
-    assert len(set(state) - set(head.state_dict())) == 7
+    ledger = Ledger(*(state.pop(f"sepc.{name}").numpy() for name in Ledger._fields))
+    tables = {name: torch.from_numpy(table) for name, table in dense_tables(ledger).items()}
+    state |= {older_name(f"sepc.{name}"): table for name, table in tables.items()}
+    state["sepc.held"] = head.sepc.held
+    assert len(set(state) - set(head.state_dict())) == 10
     with monkeypatch.context() as patch:
         patch.setattr(head, "state_dict", lambda: state)
         head.save(tmp_path / "head.safetensors")

@@ -77,9 +77,11 @@ def test_in_the_interpreter(rng: Rng) -> None:
     assert done.stdout.split()[-1:] == ["right"], done.stdout + done.stderr[-3000:]
 
 
-_SIZES = ("rows", "stride", "ellipsoids", "classes", "size", "slot_mask", "probes", "entry_words", "digit_count")
-_LONG = ("given", "ints", "totals", "hashes", "keys", "sums", "merged_sums", "counts_at")
-_NUMBERS = ("distance", "nearness", "floats", "merged", "sorted_distances")
+_SIZES = (
+    "rows", "stride", "ellipsoids", "steps", "levels", "classes", "slot_mask", "probes", "entry_words", "digit_count",
+)  # fmt: skip
+_LONG = ("given", "ints", "totals", "hashes", "keys", "sums", "line_starts", "merged_sums")
+_NUMBERS = ("distance", "nearness", "floats", "merged", "step_distances", "tail_distances")
 
 
 @needs_triton

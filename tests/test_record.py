@@ -89,12 +89,15 @@ def changed(part: Partition) -> dict[str, Partition]:
         "iteration": replace(e, iteration=e.iteration + 1),
         "support": replace(e, support=e.support[:-1]),
         "covered": replace(e, covered=e.covered + 1),
-        "counts": replace(e, counts=e.counts + 1),
         "purity": replace(e, purity=e.purity / 2),
         "gap": replace(e, gap=e.gap + 1e-9),
     }
-    cells = held.cells.copy()
-    cells[0, 0] = not cells[0, 0]
+    ledger = {
+        name: replace(part, ledger=held._replace(**{name: table + 1}))
+        for name, table in held._asdict().items()
+        if table.size  # the tail is empty
+    }
+    assert len(ledger) == 9
     return {
         **{name: replace(part, ellipsoids=(new, *part.ellipsoids[1:])) for name, new in ellipsoids.items()},
         "one ellipsoid less": replace(part, ellipsoids=part.ellipsoids[:-1]),
@@ -103,9 +106,7 @@ def changed(part: Partition) -> dict[str, Partition]:
         "hyperplane iteration": replace(part, hyperplanes=(h._replace(iteration=9), *part.hyperplanes[1:])),
         "no hyperplanes": replace(part, hyperplanes=()),
         "class counts": replace(part, class_counts=part.class_counts + 1),
-        "cells": replace(part, ledger=held._replace(cells=cells)),
-        "cell counts": replace(part, ledger=held._replace(counts=held.counts + 1)),
-        "sorted_distances": replace(part, ledger=held._replace(sorted_distances=held.sorted_distances * 2)),
+        **ledger,
         "names": replace(part, feature_names=("a", "b")),
         "parameters": replace(part, made={**part.made, "max_impure": 3}),
     }

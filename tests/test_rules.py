@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from ellipsoid_models import model_of
 
 from sepc_torch import SEPC, Kind, Partition, Rule, partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.rules import NEAREST_TIE
-from sepc_torch.partitioning.cells import ledger
+from sepc_torch.partitioning.cells import TAIL, Ledger, ledger
 from sepc_torch.partitioning.record import PartitionEllipsoid
 from sepc_torch.shapes import Array
 
@@ -21,6 +22,7 @@ Rng = np.random.Generator
 
 def frozen(balls: list[tuple[list[float], float, int]], points: list[tuple[list[float], int]], classes: int) -> SEPC:
     """A model of given balls (centre, radius, class) and training points (coordinates, class)."""
+    points = sorted(points, key=lambda point: point[1])
     z, codes = np.array([p for p, _ in points]), np.array([c for _, c in points])
     none = np.zeros(0, dtype=np.int64)
     plain = [
@@ -28,9 +30,8 @@ def frozen(balls: list[tuple[list[float], float, int]], points: list[tuple[list[
         for c, r, label in balls
     ]
     held = ledger(plain, z, codes, classes)
-    inside = held.cells.T.astype(np.int64) @ held.counts
     es = tuple(
-        PartitionEllipsoid(e.center, e.whitener, e.label, e.kind, 1, none, 0, inside[k], 0.0, 0.0)
+        PartitionEllipsoid(e.center, e.whitener, e.label, e.kind, 1, none, 0, held.held[k], 0.0, 0.0)
         for k, e in enumerate(plain)
     )
     totals = np.bincount(codes, minlength=classes).astype(np.int64)
@@ -181,12 +182,12 @@ def test_every_rule_occurs_in_an_overlapping_set(rng: Rng) -> None:
     assert set(rules.tolist()) == {0, 1, 2, 3}
 
 
-def test_thinned_distances_keep_counts_within_count_error(rng: Rng) -> None:
-    """If a class has more points than stored distances, counts outside are too small by at most ``count_error``."""
+def test_geometric_steps_keep_counts_within_the_relative_error(rng: Rng) -> None:
+    """With more points than steps, counts outside are too small by at most ``relative_count_error``."""
     codes = np.repeat([0, 1], [3000, 300])
     x = rng.normal(size=(3300, 2)) + 4.0 * codes[:, None]
     part = partition(x, codes, max_impure=20)
-    assert part.ledger.count_error == int(np.ceil(3000 / 512)) - 1
+    assert 0 < part.ledger.relative_count_error < 0.01
     sepc = SEPC.from_partition(part, dtype=torch.float64)
     z = 8.0 * rng.normal(size=(200, 2))
     distance, found = sepc._resolve(torch.from_numpy(z))
@@ -195,9 +196,56 @@ def test_thinned_distances_keep_counts_within_count_error(rng: Rng) -> None:
     for i in np.flatnonzero(outside):
         k = int(found.nearest[i])
         within = part.ellipsoids[k].distance(x) <= float(distance[i, k]) * (1 + SURFACE_TOLERANCE)
-        short = np.bincount(codes[within], minlength=2) - found.counts[i].numpy()
+        true = np.bincount(codes[within], minlength=2)
+        short = true - found.counts[i].numpy()
         assert (short >= 0).all()
-        assert (short <= part.ledger.count_error).all()
+        assert (short <= part.ledger.relative_count_error * true).all()
+
+
+@pytest.mark.parametrize("size", [2**12, 2**30])
+def test_counts_outside_are_those_of_the_ledger_if_steps_are_left_out(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Points before and beyond the horizon of their nearest ellipsoid, in one piece and in pieces of a few rows."""
+    monkeypatch.setattr(torch_ops, "CPU_BYTES", size)
+    sepc = model_of(rng, 9, 2, 40, held=0.5, steps=100, dtype=torch.float64)
+    ledger_of_model = Ledger(*(table.numpy() for table in sepc.training_counts[1:11]))
+    assert ledger_of_model.tail_distances.shape == (9, TAIL)
+    z = torch.from_numpy(rng.normal(size=(300, 2)) * rng.uniform(0.5, 8, size=(300, 1)))
+    distance, found = sepc._resolve(z)
+    outside = (found.rule == int(Rule.OUTSIDE)).nonzero()[:, 0].tolist()
+    beyond = []
+    for i in outside:
+        k = int(found.nearest[i])
+        assert found.counts[i].tolist() == ledger_of_model.reached(k, float(distance[i, k])).tolist()
+        beyond.append(float(distance[i, k]) > ledger_of_model.step_distances[k].max())
+    assert any(beyond)
+    assert not all(beyond)
+
+
+@pytest.mark.parametrize("scale", [1, 2**20])
+@pytest.mark.parametrize("size", [2**12, 2**30])
+def test_counts_in_regions_are_those_of_the_points(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, size: int, scale: int
+) -> None:
+    """Sets of ellipsoids that points share or not, counted point by point; large counts need more than 24 bits."""
+    monkeypatch.setattr(torch_ops, "CPU_BYTES", size)
+    codes = np.sort(rng.integers(0, 5, 200))
+    member = rng.random((200, 12)) < 0.3
+    cells, cell = np.unique(member, axis=0, return_inverse=True)
+    counts = np.zeros((len(cells), 5), dtype=np.int64)
+    np.add.at(counts, (cell.ravel(), codes), scale)
+    entry_cells, entry_classes = np.nonzero(counts)
+    tables = (
+        cells.sum(axis=1), np.nonzero(cells)[1].astype(np.int32), entry_cells.astype(np.int32),
+        entry_classes.astype(np.int32), counts[entry_cells, entry_classes],
+    )  # fmt: skip
+    inside = np.concatenate([member[:50], rng.random((50, 12)) < 0.2])
+    found = torch_ops.region_counts(torch.from_numpy(inside), *(torch.from_numpy(table) for table in tables), 5)
+    for row, narrow, wide in zip(inside, *found, strict=True):
+        several = row.sum() > 1
+        for mine, rows in ((narrow, member[:, row].all(axis=1)), (wide, member[:, row].any(axis=1))):
+            assert mine.tolist() == (several * scale * np.bincount(codes[rows], minlength=5)).tolist()
 
 
 def test_euclidean_distances_that_overflow_are_infinite() -> None:

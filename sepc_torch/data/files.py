@@ -15,18 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from sepc_torch.data.old_formats import current_arrays
 from sepc_torch.shapes import Array
 
 # Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
-FORMAT = 2
-# Names of arrays and modules in format 1, and their names today.
-_RENAMED = {
-    "reach": "sorted_distances",
-    "ranks": "counts_at",
-    "witnesses": "reference_points",
-    "held_strangeness": "held_nonconformity",
-    "class_strangeness": "class_nonconformity",
-}
+FORMAT = 3
 # The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
 # The method that reads each kind of file, for error messages.
@@ -79,7 +72,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Read the arrays and metadata of a file of the given kind.
+    """Read the arrays and metadata of a file of the given kind; arrays of older formats are converted.
 
     Raises FileNotFoundError, or ValueError if the file is damaged, not ours, of a newer format or of another kind.
     """
@@ -109,13 +102,4 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
         raise ValueError(
             f"{os.fspath(path)!r} holds a {found}, not a {kind}; read it with {_READERS.get(found, 'its own reader')}."
         )
-    return {current_name(name): array for name, array in arrays.items()}, metadata
-
-
-def current_name(name: str) -> str:
-    """Current name of an array, given its name in a file or state dict of this or an earlier version.
-
-    >>> current_name("sepc.reach"), current_name("sepc.cells")
-    ('sepc.sorted_distances', 'sepc.cells')
-    """
-    return ".".join(_RENAMED.get(part, part) for part in name.split("."))
+    return current_arrays(arrays), metadata

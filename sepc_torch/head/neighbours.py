@@ -14,6 +14,9 @@ from sepc_torch.shapes import Float, Int
 # Above this number of classes, classes of similar size are searched together: copying the products into groups then
 # takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
+# Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
+# are among them, unless the label is wrong.
+_RECOMPUTED = 8
 
 
 class Neighbours(nn.Module):
@@ -128,27 +131,35 @@ def _group(ends: list[int]) -> _Groups:
 def _class_nearest(
     z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
 ) -> Tensor:
-    r"""Find the nearest points by a matrix product, then compute the distances from differences.
+    r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
-    the product would lose the digits of short distances.
+    the product loses the digits of short distances. With few classes all distances are computed from differences; with
+    many classes, only those of the nearest classes.
     """
-    best = torch.empty(len(z), len(ends), dtype=torch.int64, device=z.device)
-    rows = torch_ops.rows_per_piece(z, len(points) + len(slots))
+    out = z.new_empty(len(z), len(ends))
+    exact = len(ends) if not shapes else _RECOMPUTED
+    rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
         for start in range(0, len(z), rows):
-            closeness = torch.addmm(half_squares, z[start : start + rows], points.T, beta=-1)
-            if shapes:
-                best[start : start + rows] = _best_together(closeness, slots, columns, shapes)
-            else:
-                best[start : start + rows] = _best_of_each(closeness, ends)
-    out = z.new_empty(best.shape)
-    rows = torch_ops.rows_per_piece(z, best.shape[1] * z.shape[1])
-    for start in range(0, len(z), rows):
-        apart = points[best[start : start + rows]]
-        apart -= z[start : start + rows].unsqueeze(1)
-        out[start : start + rows] = torch.linalg.vector_norm(apart, dim=2)
+            piece = z[start : start + rows]
+            closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
+            if not shapes:
+                out[start : start + rows] = _apart(piece, points, _best_of_each(closeness, ends))
+                continue
+            best = _best_together(closeness, slots, columns, shapes)
+            squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
+            near = squares.topk(exact, dim=1, largest=False).indices
+            distance = squares.clamp_min_(0).sqrt_()
+            out[start : start + rows] = distance.scatter_(1, near, _apart(piece, points, best.gather(1, near)))
     return out
+
+
+def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """Distances between every row and the points of its indices, from differences."""
+    apart = points[index]
+    apart -= z.unsqueeze(1)
+    return torch.linalg.vector_norm(apart, dim=2)
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:

@@ -32,7 +32,7 @@ from sepc_torch.head.embeddings import collect_embeddings
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection, choose_projection
-from sepc_torch.model.buffers import at_least_float32, resize_buffers
+from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_without_prediction, rows_without_prediction
@@ -391,7 +391,6 @@ class TrustHead(nn.Module):
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[files.current_name(name)] = state_dict.pop(name)
+        convert_state(state_dict, prefix)
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

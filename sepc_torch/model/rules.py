@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
+from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Bool, Float, Int
 
 # Relative difference up to which distances count as equal: ten times the rounding of a float32 distance.
@@ -47,22 +48,37 @@ class Rule(IntEnum):
 class TrainingCounts(NamedTuple):
     """Class counts of the training set, for the rules.
 
+    The fields between ``codes`` and ``held`` are those of :class:`~sepc_torch.partitioning.cells.Ledger`, with
+    distances in the model's dtype.
+
     Attributes:
         codes: Class of each ellipsoid.
-        cells: Cells that hold training points; ``cells[p, k]`` says whether cell p lies in ellipsoid k.
-        counts: Training points of each class in each cell.
+        cell_sizes, cell_members: Cells that hold training points, as lists of ellipsoids.
+        entry_cells, entry_classes, entry_counts: Training points of each class in each cell.
+        grid_classes, grid_counts: Counts of each class for which the ellipsoids have steps.
+        step_ids, step_distances: Distances to which each ellipsoid must be expanded to hold these counts.
+        tail_distances: Distances that stand for the steps beyond the horizon of each ellipsoid.
         held: Training points of each class in each ellipsoid.
-        sorted_distances: Increasing distances of the training points of each class from each ellipsoid, padded with
-            infinity.
-        counts_at: ``counts_at[c, q]`` points of class c lie within ``sorted_distances[k, c, q]`` of ellipsoid k.
     """
 
     codes: Int[Tensor, "K"]
-    cells: Bool[Tensor, "P K"]
-    counts: Int[Tensor, "P C"]
+    cell_sizes: Int[Tensor, "P"]
+    cell_members: Int[Tensor, "M"]
+    entry_cells: Int[Tensor, "E"]
+    entry_classes: Int[Tensor, "E"]
+    entry_counts: Int[Tensor, "E"]
+    grid_classes: Int[Tensor, "T"]
+    grid_counts: Int[Tensor, "T"]
+    step_ids: Int[Tensor, "K L"]
+    step_distances: Float[Tensor, "K L"]
+    tail_distances: Float[Tensor, "K J"]
     held: Int[Tensor, "K C"]
-    sorted_distances: Float[Tensor, "K C Q"]
-    counts_at: Int[Tensor, "C Q"]
+
+    @classmethod
+    def from_ledger(cls, codes: Int[Tensor, "K"], ledger: Ledger, dtype: torch.dtype) -> TrainingCounts:
+        """Build the tables from a ledger, with distances in the given dtype."""
+        tables = (torch.from_numpy(table) for table in (*ledger, ledger.held))
+        return cls(codes, *(table.to(dtype) if table.is_floating_point() else table for table in tables))
 
 
 class Resolution(NamedTuple):
@@ -93,15 +109,10 @@ def resolve(
     tied = nearness <= nearness.amin(dim=1, keepdim=True) * (1.0 + NEAREST_TIE)
     alone = single | (outside & (tied.sum(dim=1) == 1))
 
-    regions = torch_ops.region_counts(inside, training.cells, training.counts)
+    classes = training.held.shape[1]
+    regions = torch_ops.region_counts(inside, *training[1:6], classes)
     expanded = torch_ops.expanded_counts(
-        distance,
-        nearness,
-        outside,
-        training.sorted_distances.to(distance.dtype),
-        training.counts_at,
-        SURFACE_TOLERANCE,
-        NEAREST_TIE,
+        distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, NEAREST_TIE
     )
     several = torch.where(outside[:, None], expanded, regions)
     narrow, wide = torch.where(single[:, None], training.held[own], several)
@@ -120,7 +131,7 @@ def resolve(
 
 def class_distance(distance: Float[Tensor, "B K"], training: TrainingCounts) -> Float[Tensor, "B C"]:
     """Distance of every point to the nearest ellipsoid of every class; infinite for a class without an ellipsoid."""
-    classes = training.counts.shape[1]
+    classes = training.held.shape[1]
     start = torch.full((distance.shape[0], classes), torch.inf, dtype=distance.dtype, device=distance.device)
     return start.scatter_reduce(1, training.codes.expand(distance.shape), distance, "amin")
 

@@ -15,7 +15,7 @@ from sepc_torch.data.arrays import check_choice, usable_device
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
-from sepc_torch.model.buffers import at_least_float32, resize_buffers
+from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation, ModelParts, explain_rows
 from sepc_torch.model.kernels import (
@@ -31,6 +31,7 @@ from sepc_torch.model.prediction import Prediction, bad_rows, predict_for_label,
 from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows, select_row
 from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.model.trust import posterior
+from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.partitioning.record import Partition
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -61,11 +62,8 @@ class SEPC(nn.Module):
     """
 
     codes: Tensor
-    cells: Tensor
-    counts: Tensor
+    cell_sizes: Tensor
     held: Tensor
-    sorted_distances: Tensor
-    counts_at: Tensor
     totals: Tensor
     scale: Tensor
     axis_centers: Tensor
@@ -91,7 +89,7 @@ class SEPC(nn.Module):
         check_choice("nan_policy", nan_policy, get_args(NanPolicy))
         self.bank = bank
         for name, tensor in training_counts._asdict().items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=name != "held")  # derived from the other tables
         self.register_buffer("totals", totals)
         self.register_buffer("scale", scale)
         self.classes = list(classes)
@@ -146,16 +144,6 @@ class SEPC(nn.Module):
             raise ValueError(
                 f"dtype must be torch.float32 or torch.float64, got {dtype}: distances need at least float32."
             )
-        ledger = partition.ledger
-        cells, counts = torch.from_numpy(ledger.cells), torch.from_numpy(ledger.counts)
-        training = TrainingCounts(
-            codes=torch.from_numpy(partition.codes),
-            cells=cells,
-            counts=counts,
-            held=torch.from_numpy(np.stack([e.counts for e in partition.ellipsoids])),
-            sorted_distances=torch.from_numpy(ledger.sorted_distances).to(dtype),
-            counts_at=torch.from_numpy(ledger.counts_at),
-        )
         bank = EllipsoidBank(
             torch.from_numpy(np.stack([e.center for e in partition.ellipsoids])),
             torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])),
@@ -167,7 +155,7 @@ class SEPC(nn.Module):
             )
         return cls(
             bank,
-            training,
+            TrainingCounts.from_ledger(torch.from_numpy(partition.codes), partition.ledger, dtype),
             torch.from_numpy(partition.class_counts),
             torch.from_numpy(partition.scale).to(dtype),
             classes=partition.classes.tolist(),
@@ -185,13 +173,13 @@ class SEPC(nn.Module):
     @property
     def training_counts(self) -> TrainingCounts:
         """Class counts of the training set, for the rules."""
-        return TrainingCounts(self.codes, self.cells, self.counts, self.held, self.sorted_distances, self.counts_at)
+        return TrainingCounts(*(getattr(self, name) for name in TrainingCounts._fields))
 
     def extra_repr(self) -> str:
         """Sizes of the model for ``repr``."""
         return (
             f"{len(self.bank)} ellipsoids, {len(self.classes)} classes, {self.dim} features, "
-            f"{len(self.cells)} cells, nearest={self.nearest!r}"
+            f"{len(self.cell_sizes)} cells, nearest={self.nearest!r}"
         )
 
     def forward(self, z: Tensor, label: Tensor | None = None) -> Prediction:
@@ -351,7 +339,8 @@ class SEPC(nn.Module):
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:
         """Build the model from the tensors of a state dict and the metadata of a file."""
         bank = EllipsoidBank(tensors["bank.offsets"], tensors["bank.whiteners"], tensors["bank.origin"])
-        training = TrainingCounts(**{name: tensors[name] for name in TrainingCounts._fields})
+        ledger = Ledger(**{name: tensors[name].numpy() for name in Ledger._fields})
+        training = TrainingCounts.from_ledger(tensors["codes"], ledger, bank.whiteners.dtype)
         names = metadata["feature_names"]
         return cls(
             bank,
@@ -382,10 +371,12 @@ class SEPC(nn.Module):
         self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[files.current_name(name)] = state_dict.pop(name)
-        resize_buffers(self, state_dict, prefix)
+        convert_state(state_dict, prefix)
+        complete = resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if complete:  # tables of an incomplete state dict need not fit together
+            ledger = Ledger(**{name: getattr(self, name).cpu().numpy() for name in Ledger._fields})
+            self.held = torch.from_numpy(ledger.held).to(self.codes.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernels": None}

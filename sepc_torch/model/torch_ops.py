@@ -182,39 +182,70 @@ def _euclidean_distances_shape(z: Tensor, centers: Tensor, axes: Tensor, semi_ax
 
 
 def _region_counts(
-    inside: Bool[Tensor, "B K"], cells: Bool[Tensor, "P K"], counts: Int[Tensor, "P C"]
+    inside: Bool[Tensor, "B K"],
+    cell_sizes: Int[Tensor, "P"],
+    cell_members: Int[Tensor, "M"],
+    entry_cells: Int[Tensor, "E"],
+    entry_classes: Int[Tensor, "E"],
+    entry_counts: Int[Tensor, "E"],
+    classes: int,
 ) -> Int[Tensor, "2 B C"]:
     """Class counts in the intersection (index 0) and the union (index 1) of the ellipsoids that hold each point.
 
-    A matrix product counts the ellipsoids that a cell shares with the point. A cell lies in the intersection if it
-    shares all ellipsoids that hold the point, and in the union if it shares at least one. Rows of points in fewer than
-    two ellipsoids stay zero; the rules do not use them.
+    A sum over the members of a cell counts the ellipsoids that it shares with the point. A cell lies in the
+    intersection if it shares all ellipsoids that hold the point, and in the union if it shares at least one. A sum over
+    the entries of a class then counts its points. Rows of points in fewer than two ellipsoids stay zero; the rules do
+    not use them.
     """
-    out = torch.zeros(2, len(inside), counts.shape[1], dtype=torch.int64, device=inside.device)
+    out = torch.zeros(2, len(inside), classes, dtype=torch.int64, device=inside.device)
     held = inside.sum(dim=1)
+    wanted = (held > 1).nonzero().squeeze(1)
+    if len(wanted) == 0:
+        return out
     # Float32 represents integers exactly up to 2^24; larger training sets are counted in float64.
-    exact = torch.float32 if int(counts.sum()) < 2**24 else torch.float64
-    patterns, numbers = cells.to(exact).T.contiguous(), counts.to(exact)
-    rows = rows_per_piece(patterns, 3 * len(cells))
-    with full_precision(patterns):
-        for piece in (held > 1).nonzero().squeeze(1).split(rows):
-            shared = inside[piece].to(exact) @ patterns
-            everywhere = (shared == held[piece].unsqueeze(1)).to(exact)
-            out[0, piece] = (everywhere @ numbers).round().long()
-            out[1, piece] = ((shared > 0).to(exact) @ numbers).round().long()
+    exact = torch.float32 if int(entry_counts.sum()) < 2**24 else torch.float64
+    by_class = entry_classes.argsort(stable=True)
+    cells_of, numbers = entry_cells[by_class], entry_counts[by_class].to(exact)
+    class_ends = _ends(entry_classes.bincount(minlength=classes))
+    cell_ends = _ends(cell_sizes)
+    for piece in wanted.split(rows_per_piece(numbers, inside.shape[1] + 3 * len(cell_sizes))):
+        shared = _sums(cell_members, cell_ends, inside[piece].T.to(exact))
+        for slot, region in ((0, shared == held[piece]), (1, shared > 0)):
+            out[slot, piece] = _sums(cells_of, class_ends, region.to(exact), numbers).T.round().long()
     return out
 
 
-def _region_counts_shape(inside: Tensor, cells: Tensor, counts: Tensor) -> Tensor:
-    return torch.empty(2, inside.shape[0], counts.shape[1], dtype=torch.int64, device=inside.device)
+def _ends(sizes: Int[Tensor, "n"]) -> Int[Tensor, "n+1"]:
+    """Zero, and the end of each of n consecutive lists."""
+    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+
+
+def _sums(
+    lists: Int[Tensor, "m"],
+    ends: Int[Tensor, "e"],
+    values: Float[Tensor, "v B"],
+    weights: Float[Tensor, "m"] | None = None,
+) -> Float[Tensor, "n B"]:
+    """For each of n consecutive lists of indices, the weighted sum of the rows of ``values`` with these indices."""
+    return torch.nn.functional.embedding_bag(
+        lists, values.contiguous(), ends, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+
+
+def _region_counts_shape(inside: Tensor, *tables_and_classes: Any) -> Tensor:
+    return torch.empty(2, inside.shape[0], tables_and_classes[-1], dtype=torch.int64, device=inside.device)
 
 
 def _expanded_counts(
     distance: Float[Tensor, "B K"],
     nearness: Float[Tensor, "B K"],
     wanted: Bool[Tensor, "B"],
-    sorted_distances: Float[Tensor, "K C Q"],
-    counts_at: Int[Tensor, "C Q"],
+    grid_classes: Int[Tensor, "T"],
+    grid_counts: Int[Tensor, "T"],
+    step_ids: Int[Tensor, "K L"],
+    step_distances: Float[Tensor, "K L"],
+    tail_distances: Float[Tensor, "K J"],
+    classes: int,
     surface: float,
     tie: float,
 ) -> Int[Tensor, "2 B C"]:
@@ -225,56 +256,71 @@ def _expanded_counts(
     the count in their union. Both bounds are exact if the points of the class in the expanded ellipsoids are nested
     sets.
     """
-    out = torch.zeros(2, len(distance), sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
+    out = torch.zeros(2, len(distance), classes, dtype=torch.int64, device=distance.device)
     rows = wanted.nonzero().squeeze(1)
     if len(rows) == 0:
         return out
+    starts = torch.searchsorted(grid_classes, torch.arange(classes + 1, dtype=torch.int32, device=distance.device))
+    # A binary search needs about eight integers per class. With a tail, the int32 indices of the steps are copied too.
+    copied = step_ids.shape[1] // 2 if tail_distances.shape[1] else 0
+    size = rows_per_piece(out, 8 * classes + copied)
+
+    def counts(k: Int[Tensor, "n"], row: Int[Tensor, "n"]) -> Int[Tensor, "n C"]:
+        within = distance[row, k] * (1.0 + surface)
+        tables = (starts, grid_counts, step_ids, step_distances, tail_distances)
+        return _counts_within(k, within, *tables)
+
     near = nearness[rows]
     least, nearest = near.min(dim=1)
-    out[:, rows] = _counts_within(sorted_distances, counts_at, nearest, distance[rows, nearest] * (1.0 + surface))
+    for k, row in zip(nearest.split(size), rows.split(size), strict=True):
+        out[:, row] = counts(k, row)
     tied = near <= (least * (1.0 + tie)).unsqueeze(1)
     several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
-    if len(several):
-        row, k = tied[several].nonzero(as_tuple=True)
-        found = _counts_within(sorted_distances, counts_at, k, distance[rows[several[row]], k] * (1.0 + surface))
-        index = row.unsqueeze(1).expand_as(found)
+    if len(several) == 0:
+        return out
+    out[0, rows[several]] = torch.iinfo(torch.int64).max
+    for pairs in tied[several].nonzero().split(size):
+        row, k = rows[several[pairs[:, 0]]], pairs[:, 1]
+        found = counts(k, row)
         for slot, how in ((0, "amin"), (1, "amax")):
-            start = torch.zeros(len(several), found.shape[1], dtype=found.dtype, device=found.device)
-            out[slot, rows[several]] = start.scatter_reduce(0, index, found, how, include_self=False)
+            out[slot].scatter_reduce_(0, row.unsqueeze(1).expand_as(found), found, how)
     return out
 
 
-def _expanded_counts_shape(
-    distance: Tensor,
-    nearness: Tensor,
-    wanted: Tensor,
-    sorted_distances: Tensor,
-    counts_at: Tensor,
-    surface: float,
-    tie: float,
-) -> Tensor:
-    return torch.empty(2, distance.shape[0], sorted_distances.shape[1], dtype=torch.int64, device=distance.device)
+def _expanded_counts_shape(distance: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty(2, distance.shape[0], arguments[-3], dtype=torch.int64, device=distance.device)
 
 
 def _counts_within(
-    sorted_distances: Float[Tensor, "K C Q"],
-    counts_at: Int[Tensor, "C Q"],
     k: Int[Tensor, "n"],
     within: Float[Tensor, "n"],
+    starts: Int[Tensor, "s"],
+    grid_counts: Int[Tensor, "T"],
+    step_ids: Int[Tensor, "K L"],
+    step_distances: Float[Tensor, "K L"],
+    tail_distances: Float[Tensor, "K J"],
 ) -> Int[Tensor, "n C"]:
-    """Class counts within a distance of ellipsoid k, by binary search in its sorted distances."""
-    _, classes, size = sorted_distances.shape
-    c = torch.arange(classes, device=k.device)
-    base = (k.unsqueeze(1) * classes + c) * size
-    low = torch.zeros_like(base)
-    high = torch.full_like(base, size)
-    flat = sorted_distances.reshape(-1)
-    for _ in range(size.bit_length()):
+    """Class counts within a distance of ellipsoid k, by binary search in its steps; ``starts`` are those of the grids.
+
+    The steps of a class that an ellipsoid keeps are the first of the class's grid, so that the number of steps within
+    the distance says which count was reached.
+    """
+    steps, levels = step_ids.shape[1], tail_distances.shape[1]
+    bounds = starts.expand(len(k), -1)
+    if levels:  # the ellipsoids keep different steps
+        bounds = torch.searchsorted(step_ids[k], bounds.int().contiguous())
+    low, high = bounds[:, :-1], bounds[:, 1:]
+    base, first, flat = (k * steps).unsqueeze(1), low, step_distances.reshape(-1)
+    for _ in range(int(starts.diff().max()).bit_length()):
         middle = (low + high) // 2
-        passed = (middle < size) & (flat[base + middle.clamp_max(size - 1)] <= within.unsqueeze(1))
+        passed = (middle < high) & (flat[base + middle.clamp_max(steps - 1)].to(within.dtype) <= within.unsqueeze(1))
         low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
-    padded = torch.cat([counts_at.new_zeros(classes, 1), counts_at], dim=1)
-    return padded[c, low]
+    reached = low - first
+    counts = torch.where(reached > 0, grid_counts[(starts[:-1] + reached - 1).clamp_min(0)], 0)
+    if levels:
+        level = (tail_distances[k].to(within.dtype) <= within.unsqueeze(1)).sum(dim=1, keepdim=True)
+        counts += (grid_counts[starts[1:] - 1] - counts) * level // levels
+    return counts
 
 
 # torch.library.Library rather than torch.library.custom_op, which imports the compiler at the first call and has a
@@ -336,11 +382,14 @@ euclidean_distances = operator(
     _euclidean_distances_shape,
 )
 region_counts = operator(
-    "region_counts(Tensor inside, Tensor cells, Tensor counts) -> Tensor", _region_counts, _region_counts_shape
+    "region_counts(Tensor inside, Tensor cell_sizes, Tensor cell_members, Tensor entry_cells, Tensor entry_classes, "
+    "Tensor entry_counts, int classes) -> Tensor",
+    _region_counts,
+    _region_counts_shape,
 )
 expanded_counts = operator(
-    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor sorted_distances, Tensor counts_at, "
-    "float surface, float tie) -> Tensor",
+    "expanded_counts(Tensor distance, Tensor nearness, Tensor wanted, Tensor grid_classes, Tensor grid_counts, "
+    "Tensor step_ids, Tensor step_distances, Tensor tail_distances, int classes, float surface, float tie) -> Tensor",
     _expanded_counts,
     _expanded_counts_shape,
 )

@@ -31,7 +31,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEl
 from sepc_torch.partitioning.cells import ledger
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane
 from sepc_torch.partitioning.steps import Separation
-from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, one_thread, run_all
+from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, run_all
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 from sepc_torch.solvers.affine_hull import affine_hull, stretched
@@ -111,14 +111,14 @@ def partition(
         max_per_class: Fit the ellipsoids of every class to a random sample of at most this many points, chosen
             independently of the order of the rows. The counts are of all points. Points outside the sample may lie
             in no ellipsoid, and ``max_impure`` holds for the sample.
-        n_jobs: Number of processes for more than two classes, as in joblib: ``None`` means 1 unless a joblib context
-            says otherwise.
+        n_jobs: Number of processes that separate more than two classes and that count the training points in the
+            ellipsoids, as in joblib: ``None`` means 1 unless a joblib context says otherwise.
         progress: ``"auto"`` shows a bar on a terminal for fits of more than a second.
         classes: The labels in the wanted order; by default sorted.
         device: Torch device that counts the training points in the ellipsoids, in float64. By default NumPy counts
-            them. The ellipsoids are fitted on the CPU either way, because they form a chain of problems that are too
-            small for a GPU (measured by ``experiments/bench_classes.py``). The device does not change a bit of the
-            ellipsoids.
+            them in ``n_jobs`` processes. The ellipsoids are fitted on the CPU either way, because they form a chain of
+            problems that are too small for a GPU (measured by ``experiments/bench_classes.py``). The device does not
+            change a bit of the ellipsoids.
 
     The result is bit-identical for every order of the rows and every number of processes.
 
@@ -169,16 +169,15 @@ def partition(
     hyperplanes = _pool_hyperplanes(runs, data.codes[rows], labels, mean, unit if standardize else None)
     del standard, tasks, runs  # the counts need memory of the same size
     order = order[np.argsort(data.codes[order], kind="stable")]
-    with one_thread():
-        held = ledger([piece.ellipsoid for piece in pieces], data.points[order], data.codes[order], len(labels), where)
-    inside = held.cells.T.astype(np.int64) @ held.counts
+    ellipsoids = [piece.ellipsoid for piece in pieces]
+    found = ledger(ellipsoids, data.points[order], data.codes[order], len(labels), where, n_jobs)
     return Partition(
-        ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, inside, strict=True)),
+        ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, found.held, strict=True)),
         hyperplanes=hyperplanes,
         classes=data.classes,
         class_counts=np.bincount(data.codes).astype(np.int64),
         scale=unit if standardize else np.ones_like(unit),
-        ledger=held,
+        ledger=found,
         feature_names=data.feature_names,
         made={
             "max_impure": max_impure,

@@ -72,7 +72,7 @@ class Partition:
         classes: The labels (C,).
         class_counts: Number of training points of each class (C,).
         scale: The unit of each feature (D,) for Euclidean distances.
-        ledger: Cells, counts and sorted distances; see :class:`~sepc_torch.partitioning.cells.Ledger`.
+        ledger: Class counts in cells and in expanded ellipsoids; see :class:`~sepc_torch.partitioning.cells.Ledger`.
         feature_names: Column names, if the points came in a DataFrame.
         made: Parameters, solver and versions.
         seconds: Seconds spent in each step. They take no part in equality and are not saved, so that equal input gives
@@ -91,12 +91,12 @@ class Partition:
 
     @property
     def cells(self) -> Bool[Array, "P K"]:
-        """Distinct membership patterns of the training points."""
+        """Distinct membership patterns of the training points, as a dense matrix; ``ledger`` holds them sparsely."""
         return self.ledger.cells
 
     @property
     def counts(self) -> Int[Array, "P C"]:
-        """Number of training points of each class in each cell."""
+        """Number of training points of each class in each cell, as a dense matrix."""
         return self.ledger.counts
 
     @property
@@ -119,7 +119,7 @@ class Partition:
     def __repr__(self) -> str:
         return (
             f"Partition({len(self)} ellipsoids of {len(self.classes)} classes in {self.dim} dimensions, "
-            f"{len(self.cells)} cells, {int(self.class_counts.sum())} points)"
+            f"{len(self.ledger.cell_sizes)} cells, {int(self.class_counts.sum())} points)"
         )
 
     def __str__(self) -> str:
@@ -183,6 +183,8 @@ class Partition:
         arrays, metadata = files.read(path, "partition")
         classes = np.array(metadata["classes"])
         ends = np.cumsum(arrays["support_size"])
+        ledger = Ledger(**{name: arrays[name] for name in Ledger._fields})
+        held = ledger.held
         ellipsoids = tuple(
             PartitionEllipsoid(
                 center=arrays["center"][k],
@@ -192,7 +194,7 @@ class Partition:
                 iteration=int(arrays["iteration"][k]),
                 support=arrays["support"][ends[k] - arrays["support_size"][k] : ends[k]],
                 covered=int(arrays["covered"][k]),
-                counts=arrays["inside"][k],
+                counts=held[k],
                 purity=float(arrays["purity"][k]),
                 gap=float(arrays["gap"][k]),
             )
@@ -204,7 +206,6 @@ class Partition:
                 metadata["hyperplanes"], arrays["hyperplane_w"], arrays["hyperplane_levels"], strict=True
             )
         )
-        ledger = Ledger(arrays["cells"], arrays["counts"], arrays["sorted_distances"], arrays["counts_at"])
         names = metadata["feature_names"]
         return cls(
             ellipsoids,
@@ -227,7 +228,6 @@ class Partition:
             "support": np.concatenate([e.support for e in es]),
             "support_size": np.array([len(e.support) for e in es], dtype=np.int64),
             "covered": np.array([e.covered for e in es], dtype=np.int64),
-            "inside": np.stack([e.counts for e in es]),
             "purity": np.array([e.purity for e in es]),
             "gap": np.array([e.gap for e in es]),
             "hyperplane_w": np.array([h.w for h in self.hyperplanes]).reshape(-1, dim),

@@ -8,7 +8,6 @@ sends it once to each machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from sepc_torch.data.progress import Bar, Choice
 from sepc_torch.partitioning.algorithm import Separator
 from sepc_torch.partitioning.class_separator import ClassSeparator
 from sepc_torch.partitioning.steps import Separation
+from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers.other_points import OtherPoints
 
@@ -106,10 +106,3 @@ def run_all(tasks: Sequence[Task], n_jobs: int | None, progress: Choice) -> list
 def separate(task: Task) -> Separation:
     """Run one task; a function of its own, so that every backend can send it."""
     return task.run()
-
-
-def one_thread() -> AbstractContextManager[Any]:
-    """Limit BLAS to one thread: the matrices are small, and the order of sums is then the same on every machine."""
-    from threadpoolctl import threadpool_limits
-
-    return threadpool_limits(1)

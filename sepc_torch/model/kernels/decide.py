@@ -161,34 +161,61 @@ def _nearest(
 
 
 @jit
-def _count_within(numbers, size, bound, wanted):
+def _count_within(numbers, size, most, bound, wanted):
     """How many of ``size`` ascending numbers are at most ``bound``, by a four-way search (three pivots per step).
 
-    ``numbers`` is a block of pointers, one sequence per element. The count lies in [low, low + span).
+    ``numbers`` is a block of pointers, one sequence per element; ``most`` is the largest size, a scalar. The count lies
+    in [low, low + span).
     """
     low = (bound * 0 == 1).to(tl.int32)
-    span = size + 1
+    span = most + 1
     while span > 1:
         span = (span + 3) // 4
         passed = low * 0
         for j in tl.static_range(3):
             at = low + (j + 1) * span - 1
             ask = wanted & (at < size)
-            number = tl.load(numbers + at, mask=ask, other=float("inf")).to(bound.dtype)
+            number = tl.load(numbers + at, mask=ask, other=0).to(bound.dtype)
             passed += (ask & (number <= bound)).to(tl.int32)
         low += passed * span
     return low
 
 
 @jit
-def _expanded_count(sorted_distances, counts_at, k, c, bound, wanted, classes, size):
+def _expanded_count(
+    totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, k, c, bound, wanted, steps, levels
+):  # fmt: skip
     """Number of training points of class c within ``bound`` of ellipsoid k.
 
-    k is an index in the model's order, not sorted by class.
+    k is an index in the model's order, not sorted by class. The steps of a class that an ellipsoid keeps are the first
+    of the class's grid. Beyond the horizon, the number of tail distances within ``bound`` gives the share of the
+    missing points.
     """
-    start = (k.to(tl.int64) * classes + c) * size
-    passed = _count_within(sorted_distances + start, size, bound, wanted)
-    return tl.load(counts_at + c * size + passed - 1, mask=wanted & (passed > 0), other=0).to(tl.int32)
+    row = k.to(tl.int64) * steps
+    first = tl.load(class_starts + c, mask=wanted, other=0)
+    begin, end = first, tl.load(class_starts + c + 1, mask=wanted, other=0)
+    if levels > 0:  # the ellipsoids keep different steps
+        end = _count_within(step_ids + row, steps, steps, end - 1, wanted)
+        begin = _count_within(step_ids + row, steps, steps, first - 1, wanted)
+    size = end - begin
+    passed = _count_within(step_distances + row + begin, size, tl.max(size, axis=0), bound, wanted)
+    count = tl.load(grid_counts + first + passed - 1, mask=wanted & (passed > 0), other=0)
+    if levels > 0:
+        level = _count_within(tail_distances + k.to(tl.int64) * levels, levels, levels, bound, wanted)
+        missing = tl.load(totals + c, mask=wanted, other=0) - count
+        count += (missing * level // levels).to(tl.int32)
+    return count
+
+
+@jit
+def _line_count(line_starts, line_classes, line_counts, line, c, wanted):
+    """Number of training points of class c in a line of class counts."""
+    start = tl.load(line_starts + line, mask=wanted, other=0)
+    size = (tl.load(line_starts + line + 1, mask=wanted, other=0) - start).to(tl.int32)
+    at = start + _count_within(line_classes + start, size, tl.max(size, axis=0), c, wanted) - 1
+    there = wanted & (at >= start)
+    there = there & (tl.load(line_classes + at, mask=there, other=-1) == c)
+    return tl.load(line_counts + at, mask=there, other=0)
 
 
 @jit
@@ -277,12 +304,13 @@ def _store_given(ints, floats, stride, row, wanted, runner_up, trust, margin):
 
 
 # Triton must not specialise on sizes: every new batch or model size would compile again.
-@jit(do_not_specialize=["rows", "stride", "ellipsoids", "classes", "size", "slot_mask", "probes"])
+@jit(do_not_specialize=["rows", "stride", "ellipsoids", "steps", "levels", "slot_mask", "probes"])
 def _decide_rows(
     distance, nearness, given, ints, floats,
-    codes, order, starts, totals, hashes, keys, slots, cell_starts, cell_members, verdicts, counts, sums,
-    merged, merged_counts, merged_sums, sorted_distances, counts_at,
-    rows, stride, ellipsoids, classes, size, slot_mask, probes,
+    codes, order, starts, totals, hashes, keys, slots, cell_starts, cell_members, verdicts, verdict_counts, sums,
+    line_starts, line_classes, line_counts, merged, merged_counts, merged_sums,
+    class_starts, grid_counts, step_ids, step_distances, tail_distances,
+    rows, stride, ellipsoids, steps, levels, slot_mask, probes,
     limit: tl.constexpr, tie: tl.constexpr, euclidean: tl.constexpr, judging: tl.constexpr,
     tile: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
@@ -311,14 +339,14 @@ def _decide_rows(
     verdict = tl.load(verdicts + line, mask=single | (cell >= 0), other=-1)
     settled = verdict >= 0
     label = tl.where(settled, verdict >> 1, label)
-    count = tl.load(counts + line * classes + label, mask=settled, other=0)
+    count = tl.load(verdict_counts + line, mask=settled, other=0)
     weighted = tl.load(sums + line, mask=settled, other=0)
 
     # Outside with one nearest ellipsoid: expand this ellipsoid to touch the row.
     expands = live & outside & alone
     bound = nearest_distance * limit
-    place = nearest.to(tl.int64) * (classes * size)
-    passed = _count_within(merged + place, classes * size, bound, expands)
+    place = nearest.to(tl.int64) * (steps + levels)
+    passed = _count_within(merged + place, steps + levels, steps + levels, bound, expands)
     place += nearest + passed
     count += tl.load(merged_counts + place, mask=expands, other=0)
     weighted += tl.load(merged_sums + place, mask=expands, other=0)
@@ -344,8 +372,11 @@ def _decide_rows(
     )  # fmt: skip
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
-        count = tl.load(counts + line * classes + theirs, mask=settled, other=0)
-        count += _expanded_count(sorted_distances, counts_at, place, theirs, bound, expands, classes, size)
+        count = _line_count(line_starts, line_classes, line_counts, line, theirs, settled)
+        count += _expanded_count(
+            totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, place, theirs, bound, expands,
+            steps, levels,
+        )  # fmt: skip
         total = tl.load(totals + theirs, mask=live, other=0)
         trust = tl.where(bad, 0.0, _trust(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
         margin, runner_up = _margin(
@@ -412,8 +443,8 @@ def _region_counts(
 
 @jit
 def _expanded_counts(
-    distance, nearness, order, sorted_distances, counts_at, row, rows, ellipsoids, group, classes, size, within,
-    limit: tl.constexpr, span: tl.constexpr,
+    distance, nearness, order, totals, class_starts, grid_counts, step_ids, step_distances, tail_distances,
+    row, rows, ellipsoids, group, classes, steps, levels, within, limit: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
     """For one row outside and each class of ``group``: least and greatest count over the equally near ellipsoids.
 
@@ -430,8 +461,9 @@ def _expanded_counts(
         while nth < _NONE:
             bound = group * 0.0 + tl.load(distance + nth * rows + row) * limit
             found = _expanded_count(
-                sorted_distances, counts_at, tl.load(order + nth), group, bound, group < classes, classes, size
-            )
+                totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, tl.load(order + nth),
+                group, bound, group < classes, steps, levels,
+            )  # fmt: skip
             fewest, most = tl.minimum(fewest, found), tl.maximum(most, found)
             nth = tl.min(tl.where(equal & (k > nth), k, _NONE), axis=0)
         begin += span
@@ -458,11 +490,12 @@ def _nearest_of_classes(distance, starts, row, rows, group, tied):
     return tl.min(tl.where(tied & (close == closest), group, _NONE), axis=0), closest
 
 
-@jit(do_not_specialize=["rows", "stride", "ellipsoids", "classes", "size", "entry_words", "digit_count"])
+@jit(do_not_specialize=["rows", "stride", "ellipsoids", "steps", "levels", "classes", "entry_words", "digit_count"])
 def _count_rows(
     distance, nearness, given, ints, floats,
-    order, starts, totals, members, entry_starts, digits, sorted_distances, counts_at,
-    rows, stride, ellipsoids, classes, size, entry_words, digit_count,
+    order, starts, totals, class_starts, grid_counts, step_ids, step_distances, tail_distances,
+    members, entry_starts, digits,
+    rows, stride, ellipsoids, steps, levels, classes, entry_words, digit_count,
     limit: tl.constexpr, tie: tl.constexpr, judging: tl.constexpr,
     tile: tl.constexpr, span: tl.constexpr, class_chunk: tl.constexpr, words: tl.constexpr,
 ):  # fmt: skip
@@ -499,8 +532,8 @@ def _count_rows(
             present = group < classes
             if outside:
                 narrow, wide = _expanded_counts(
-                    distance, nearness, order, sorted_distances, counts_at, i, rows, ellipsoids, group, classes, size,
-                    within, limit, span,
+                    distance, nearness, order, totals, class_starts, grid_counts, step_ids, step_distances,
+                    tail_distances, i, rows, ellipsoids, group, classes, steps, levels, within, limit, span,
                 )  # fmt: skip
             else:
                 narrow, wide = _region_counts(
@@ -580,19 +613,19 @@ def decide_into(
         floats: Receives trust, distance and margin, and trust and margin of the given label.
     """
     ellipsoids, rows = distance.shape
-    classes, size = tables.sorted_distances.shape[1:]
+    classes = len(tables.totals)
     near = distance if nearness is None else nearness
     labels = tables.codes if given is None else given
     variant = (
         distance.dtype, aligned(distance), tables.merged.dtype, labels.dtype, aligned(labels), aligned(ints),
         aligned(floats),
     )  # fmt: skip
-    sizes = (rows, ints.stride(0), ellipsoids, classes, size)
+    sizes = (rows, ints.stride(0), ellipsoids, tables.step_ids.shape[1], tables.tail_distances.shape[1])
     look = lookup_shape(rows, ellipsoids)
     _launch_decide(
         (-(-rows // look.tile), 1, 1),
         variant,
-        (distance, near, labels, ints, floats, *tables[:12], *tables[15:20],
+        (distance, near, labels, ints, floats, *tables[:23],
          *sizes, len(tables.slots) - 1, tables.probes),
         (_LIMIT, _TIE, nearness is not None, given is not None, look.tile, look.lanes, look.unroll),
         num_warps=look.warps,
@@ -602,8 +635,8 @@ def decide_into(
         _launch_count(
             (-(-rows // count.tile), 1, 1),
             variant,
-            (distance, near, labels, ints, floats, *tables[1:4], *tables[12:15], *tables[18:20],
-             *sizes, tables.digits.shape[1], tables.digits.shape[0]),
+            (distance, near, labels, ints, floats, *tables[1:4], *tables[18:26],
+             *sizes, classes, tables.digits.shape[1], tables.digits.shape[0]),
             (_LIMIT, _TIE, given is not None, count.tile, count.span, count.class_chunk, count.words),
             num_warps=count.warps,
         )  # fmt: skip

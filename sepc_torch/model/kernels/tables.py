@@ -46,6 +46,7 @@ from torch import Tensor
 
 from sepc_torch.model import torch_ops
 from sepc_torch.model.rules import TrainingCounts, decided
+from sepc_torch.partitioning.cells import ellipsoid_hashes, entry_members, set_keys
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 # The largest magnitude after scaling. Float16 ends at 2^16, and sums of products stay far within float32.
@@ -64,8 +65,6 @@ _SQUARINGS = 5
 _WORD = 32
 # Slots per cell of the hash table. At a load of at most 1/4, few cells need a second probe.
 _SLOTS_PER_CELL = 4
-# Number of ellipsoids packed at a time; before packing, each takes one byte per entry.
-_ELLIPSOIDS_AT_ONCE = 64
 # Distances merged at a time: each takes about 50 bytes while its piece is sorted and summed.
 _MERGED_AT_ONCE = 2**22
 # The verdict of a region in which several classes tie for the majority: the distances of the row must decide.
@@ -207,9 +206,10 @@ def _rounded_up(numbers: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
 class RuleTables(NamedTuple):
     """Results of the rules for regions with training points, and bit tables for counting in other regions.
 
-    Ellipsoids are sorted by class. ``verdicts``, ``counts`` and ``sums`` have one line per ellipsoid (first K), then
-    one per cell (P). E is the number of words of entries, S the number of hash slots, M the number of (cell, ellipsoid)
-    pairs. Integers are int32 unless stated otherwise.
+    Ellipsoids are sorted by class. There is one line of class counts per ellipsoid (first K), then one per cell (P).
+    E is the number of words of entries, S the number of hash slots, M the number of (cell, ellipsoid) pairs. Grid,
+    steps and tail are those of :class:`~sepc_torch.model.rules.TrainingCounts`, with ellipsoids in the model's order.
+    Integers are int32 unless stated otherwise.
 
     Attributes:
         codes: Class of each ellipsoid (K,).
@@ -223,15 +223,23 @@ class RuleTables(NamedTuple):
         cell_members: The ellipsoids of each cell (M,).
         verdicts: 2 x label + 1 if the majority in all ellipsoids decides, 2 x label if the majority in any of them
             decides, :data:`TIED` if neither does (K + P,).
-        counts: Class counts that decide (K + P, C).
+        verdict_counts: Count of the label in the class counts that decide (K + P,).
         sums: Sum over classes of count times class total (K + P,), int64.
+        line_starts: First element of each line in the next two tables (K + P + 1,), int64.
+        line_classes: Classes with a count in the line, ascending.
+        line_counts: Their counts, which decide.
+        merged: Sorted distances of the steps of all classes, then of the tail, of each ellipsoid (K, L + J), in the
+            model's dtype.
+        merged_counts: Points of the ellipsoid's own class within each of these distances (K, L + J + 1).
+        merged_sums: Sums over all classes within each of these distances (K, L + J + 1), int64.
+        class_starts: First grid point of each class (C + 1,).
+        grid_counts: Count of each grid point (T,).
+        step_ids: Grid points of the steps of each ellipsoid (K, L).
+        step_distances: Distances of the steps of each ellipsoid (K, L), in the model's dtype.
+        tail_distances: Distances beyond the horizon of each ellipsoid (K, J), in the model's dtype.
         members: Bits of the entries in each ellipsoid (K, E).
         entry_starts: First word of the entries of each class (C + 1,).
         digits: Binary digits of the numbers of points, the lowest first (n, E).
-        merged: Sorted distances of the training points of all classes to each ellipsoid (K, C Q), in the model's dtype.
-        merged_counts: Points of the ellipsoid's own class within each of these distances (K, C Q + 1).
-        merged_sums: Sums over all classes within each of these distances (K, C Q + 1), int64.
-        sorted_distances, counts_at: As in :class:`~sepc_torch.model.rules.TrainingCounts`, in the model's order.
         most_words: Largest number of entry words of a class.
         probes: Slots that a lookup must examine.
     """
@@ -245,17 +253,23 @@ class RuleTables(NamedTuple):
     slots: Int[Tensor, "S"]
     cell_starts: Int[Tensor, "P+1"]
     cell_members: Int[Tensor, "M"]
-    verdicts: Int[Tensor, "L"]
-    counts: Int[Tensor, "L C"]
-    sums: Int[Tensor, "L"]
+    verdicts: Int[Tensor, "K+P"]
+    verdict_counts: Int[Tensor, "K+P"]
+    sums: Int[Tensor, "K+P"]
+    line_starts: Int[Tensor, "K+P+1"]
+    line_classes: Int[Tensor, "n"]
+    line_counts: Int[Tensor, "n"]
+    merged: Float[Tensor, "K L+J"]
+    merged_counts: Int[Tensor, "K L+J+1"]
+    merged_sums: Int[Tensor, "K L+J+1"]
+    class_starts: Int[Tensor, "C+1"]
+    grid_counts: Int[Tensor, "T"]
+    step_ids: Int[Tensor, "K L"]
+    step_distances: Float[Tensor, "K L"]
+    tail_distances: Float[Tensor, "K J"]
     members: Int[Tensor, "K E"]
     entry_starts: Int[Tensor, "C+1"]
     digits: Int[Tensor, "n E"]
-    merged: Float[Tensor, "K CQ"]
-    merged_counts: Int[Tensor, "K CQ+1"]
-    merged_sums: Int[Tensor, "K CQ+1"]
-    sorted_distances: Float[Tensor, "K C Q"]
-    counts_at: Int[Tensor, "C Q"]
     most_words: int
     probes: int
 
@@ -265,78 +279,117 @@ def rule_tables(training: TrainingCounts, totals: Int[Tensor, "C"]) -> RuleTable
     device = training.codes.device
     order = torch.argsort(training.codes, stable=True)
     codes = training.codes[order]
-    cells = training.cells[:, order].cpu().numpy()
+    sizes, cell_members = training.cell_sizes.cpu().numpy(), order.argsort()[training.cell_members].cpu().numpy()
     hashes = ellipsoid_hashes(len(codes))
-    keys = cell_keys(cells, hashes)
+    keys = set_keys(sizes, cell_members, hashes)
     # A row in fewer than two ellipsoids needs no cell.
-    slots, probes = hash_table(keys, np.flatnonzero(cells.sum(axis=1) > 1))
-
-    in_all, in_any = torch_ops.region_counts(training.cells, training.cells, training.counts)
-    by_all = decided(in_all)
-    counts = torch.cat([training.held[order], torch.where(by_all[:, None], in_all, in_any)])
-    of_cells = torch.where(by_all | decided(in_any), 2 * counts[len(codes) :].argmax(dim=1) + by_all.long(), TIED)
-    members, entry_starts, digits = entries(cells, training.counts.cpu().numpy())
+    slots, probes = hash_table(keys, np.flatnonzero(sizes > 1))
+    entry_cells, entry_classes, entry_counts = (table.cpu().numpy() for table in training[3:6])
+    members, entry_starts, digits = entries(
+        sizes, cell_members, entry_cells, entry_classes, entry_counts, len(codes), len(totals)
+    )
 
     def there(array: Array) -> Tensor:
         return torch.from_numpy(array).to(device)
 
+    def class_starts(classes: Int[Tensor, "n"]) -> Int[Tensor, "s"]:
+        return torch.searchsorted(classes, torch.arange(len(totals) + 1, dtype=classes.dtype, device=device)).int()
+
     return RuleTables(
         codes=codes.int(),
         order=order.int(),
-        starts=torch.searchsorted(codes, torch.arange(len(totals) + 1, device=device)).int(),
+        starts=class_starts(codes),
         totals=totals.long(),
         hashes=there(hashes),
         keys=there(np.where(slots >= 0, keys[slots] if len(keys) else 0, 0)),
         slots=there(slots),
-        cell_starts=there(np.concatenate([[0], np.cumsum(cells.sum(axis=1))]).astype(np.int32)),
-        cell_members=there(np.nonzero(cells)[1].astype(np.int32)),
-        verdicts=torch.cat([2 * codes + 1, of_cells]).int(),
-        counts=counts.int(),
-        sums=(counts * totals).sum(dim=1),
+        cell_starts=there(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)),
+        cell_members=there(cell_members.astype(np.int32)),
+        **_lines(training, order, totals),
+        **_merged(training, order, totals),
+        class_starts=class_starts(training.grid_classes),
+        grid_counts=training.grid_counts.int(),
+        step_ids=training.step_ids.contiguous(),
+        step_distances=training.step_distances.contiguous(),
+        tail_distances=training.tail_distances.contiguous(),
         members=there(members),
         entry_starts=there(entry_starts),
         digits=there(digits),
-        **_merged(training, order, totals),
-        sorted_distances=training.sorted_distances.contiguous(),
-        counts_at=training.counts_at.contiguous(),
         most_words=max(1, int(np.diff(entry_starts).max())),
         probes=probes,
     )
 
 
+def _lines(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor, "C"]) -> dict[str, Tensor]:
+    """Class counts that decide in each ellipsoid and in each cell, in pieces of bounded memory."""
+    count, classes = training.held.shape
+    pieces = [
+        _line(2 * training.codes[some] + 1, training.codes[some], training.held[some], totals)
+        for some in order.split(torch_ops.rows_per_piece(training.held, classes))
+    ]
+    starts = torch.nn.functional.pad(training.cell_sizes.cumsum(0), (1, 0))
+    cells = torch.arange(len(training.cell_sizes), device=order.device)
+    for piece in cells.split(torch_ops.rows_per_piece(training.held, 4 * classes + count)):
+        sizes = training.cell_sizes[piece]
+        inside = torch.zeros(len(piece), count, dtype=torch.bool, device=order.device)
+        row = torch.arange(len(piece), device=order.device).repeat_interleave(sizes)
+        inside[row, training.cell_members[starts[piece[0]] : starts[piece[-1] + 1]].long()] = True
+        in_all, in_any = torch_ops.region_counts(inside, *training[1:6], classes)
+        by_all = decided(in_all)
+        counts = torch.where(by_all[:, None], in_all, in_any)
+        label = counts.argmax(dim=1)
+        verdicts = torch.where(by_all | decided(in_any), 2 * label + by_all.long(), TIED)
+        pieces.append(_line(verdicts, label, counts, totals))
+    tables = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    ends = tables.pop("line_sizes").cumsum(0)
+    return {"line_starts": torch.nn.functional.pad(ends, (1, 0)), **tables}
+
+
+def _line(
+    verdicts: Int[Tensor, "n"], label: Int[Tensor, "n"], counts: Int[Tensor, "n C"], totals: Int[Tensor, "C"]
+) -> dict[str, Tensor]:
+    """Some lines of the rule tables, from their verdicts, labels and dense class counts."""
+    row, line_classes = counts.nonzero(as_tuple=True)
+    return {
+        "verdicts": verdicts.int(),
+        "verdict_counts": counts.gather(1, label[:, None])[:, 0].int(),
+        "sums": (counts * totals).sum(dim=1),
+        "line_sizes": (counts > 0).sum(dim=1),
+        "line_classes": line_classes.int(),
+        "line_counts": counts[row, line_classes].int(),
+    }
+
+
 def _merged(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor, "C"]) -> dict[str, Tensor]:
-    """For each ellipsoid, the distances of all classes in one sorted list, and the counts within each of them."""
-    counts_at = training.counts_at
-    added = counts_at.diff(dim=1, prepend=torch.zeros_like(counts_at[:, :1])).flatten()
-    classes = torch.arange(len(counts_at), device=counts_at.device).repeat_interleave(counts_at.shape[1])
+    """For each ellipsoid, the steps of all classes in one sorted list, then its tail, and the counts within each."""
+    classes, grid = training.grid_classes.long(), training.grid_counts
+    is_first = classes.diff(prepend=classes.new_full((1,), -1)) > 0
+    added = torch.where(is_first, grid, grid - grid.roll(1))  # by a step, to the count of its class
+    steps, levels = training.step_ids.shape[1], training.tail_distances.shape[1]
     pieces = []
-    for some in order.split(max(1, _MERGED_AT_ONCE // len(added))):
-        distance, place = training.sorted_distances[some].flatten(1).sort(dim=1)
-        own = added[place] * (classes[place] == training.codes[some][:, None])
-        weighted = (added * totals[classes])[place]
+    for some in order.split(max(1, _MERGED_AT_ONCE // (steps + len(totals)))):
+        distance, place = training.step_distances[some].sort(dim=1)
+        ids = training.step_ids[some].long()
+        step = ids.gather(1, place)
+        own = added[step] * (classes[step] == training.codes[some][:, None])
+        weighted = (added * totals[classes])[step]
         own, weighted = (torch.nn.functional.pad(numbers.cumsum(dim=1), (1, 0)) for numbers in (own, weighted))
-        pieces.append((distance, own.int(), weighted))
+        base = torch.zeros(len(some), len(totals), dtype=grid.dtype, device=grid.device)
+        base = base.scatter_reduce(1, classes[ids], grid[ids], "amax")
+        missing = totals - base
+        for level in range(1, levels + 1):
+            counts = base + missing * level // levels
+            own = torch.cat([own, counts.gather(1, training.codes[some][:, None])], dim=1)
+            weighted = torch.cat([weighted, (counts * totals).sum(dim=1, keepdim=True)], dim=1)
+        pieces.append((torch.cat([distance, training.tail_distances[some]], dim=1), own.int(), weighted))
     names = ("merged", "merged_counts", "merged_sums")
     return {name: torch.cat(tensors) for name, tensors in zip(names, zip(*pieces, strict=True), strict=True)}
 
 
 def addressable(training: TrainingCounts) -> bool:
-    """Whether 32-bit offsets can address every element of the tables."""
-    ellipsoids, classes, size = training.sorted_distances.shape
-    entry_words = int(_entry_words((training.counts > 0).sum(dim=0)).sum())
-    lines = ellipsoids + len(training.cells)
-    largest = max(ellipsoids * (classes * size + 1), lines * classes, ellipsoids * entry_words)
-    return largest < 2**31
-
-
-def ellipsoid_hashes(count: int) -> Int[Array, "K"]:
-    """One random 64-bit number per ellipsoid; always the same numbers."""
-    return np.random.default_rng(0).integers(-(2**63), 2**63, size=count, dtype=np.int64)
-
-
-def cell_keys(cells: Bool[Array, "P K"], hashes: Int[Array, "K"]) -> Int[Array, "P"]:
-    """The hash of every cell: the sum of the numbers of its ellipsoids modulo 2^64."""
-    return np.array([hashes[cell].sum() for cell in cells], dtype=np.int64)
+    """Whether 32-bit offsets can address every element of the tables that the kernels address in this way."""
+    entry_words = int(_entry_words(training.entry_classes.bincount()).sum())
+    return max(len(training.codes) * entry_words, len(training.cell_members)) < 2**31
 
 
 def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array, "S"], int]:
@@ -357,29 +410,45 @@ def hash_table(keys: Int[Array, "P"], rows: Int[Array, "n"]) -> tuple[Int[Array,
 
 
 def entries(
-    cells: Bool[Array, "P K"], counts: Int[Array, "P C"]
-) -> tuple[Int[Array, "K E"], Int[Array, "C+1"], Int[Array, "n E"]]:
-    """Members, class starts and digits of the entries: one entry per class and cell, 32 entries of a class per word.
+    cell_sizes: Int[Array, "P"],
+    cell_members: Int[Array, "M"],
+    entry_cells: Int[Array, "e"],
+    entry_classes: Int[Array, "e"],
+    entry_counts: Int[Array, "e"],
+    ellipsoids: int,
+    classes: int,
+) -> tuple[Int[Array, "K E"], Int[Array, "s"], Int[Array, "n E"]]:
+    """Members, class starts and digits of the entries, 32 entries of a class per word.
 
-    >>> members, starts, digits = entries(np.array([[True, False], [True, True]]), np.array([[1, 0], [5, 2]]))
+    Args:
+        cell_sizes: Number of ellipsoids of each cell.
+        cell_members: The ellipsoids of each cell, cell after cell.
+        entry_cells: Cell of each entry.
+        entry_classes: Class of each entry.
+        entry_counts: Training points of that class in that cell.
+        ellipsoids: Number of ellipsoids K.
+        classes: Number of classes C.
+
+    >>> cells = np.array([1, 2]), np.array([0, 0, 1])
+    >>> members, starts, digits = entries(*cells, np.array([0, 1, 1]), np.array([0, 0, 1]), np.array([1, 5, 2]), 2, 2)
     >>> members.tolist(), starts.tolist(), digits.tolist()
     ([[3, 1], [2, 1]], [0, 1, 2], [[3, 0], [0, 1], [2, 0]])
     """
-    label, cell = np.nonzero(counts.T)
-    words = _entry_words(np.bincount(label, minlength=counts.shape[1]))
-    starts = np.concatenate([[0], np.cumsum(words)]).astype(np.int32)
-    place = _WORD * starts[label] + np.arange(len(label)) - np.searchsorted(label, label)
-    room = _WORD * int(starts[-1])
-    members = np.zeros((cells.shape[1], room // _WORD), dtype=np.int32)
-    for begin in range(0, len(members), _ELLIPSOIDS_AT_ONCE):
-        some = slice(begin, begin + _ELLIPSOIDS_AT_ONCE)
-        inside = np.zeros((len(members[some]), room), dtype=bool)
-        inside[:, place] = cells[cell, some].T
-        members[some] = packed(inside)
-    points = np.zeros(room, dtype=np.int64)
-    points[place] = counts[cell, label]
+    sizes = np.bincount(entry_classes, minlength=classes)
+    starts = np.concatenate([[0], np.cumsum(_entry_words(sizes))]).astype(np.int32)
+    by_class = np.argsort(entry_classes, kind="stable")
+    place = np.empty(len(by_class), dtype=np.int64)  # of the bit of each entry
+    place[by_class] = np.arange(len(by_class)) + np.repeat(_WORD * starts[:-1] - np.cumsum(sizes) + sizes, sizes)
+    words = int(starts[-1])
+    members = np.zeros((ellipsoids, words), dtype=np.uint32)
+    for entry, ellipsoid in entry_members(cell_sizes, cell_members, entry_cells):
+        # Each bit is added once, so that the sum is the bitwise or.
+        bit = np.left_shift(np.uint32(1), (place[entry] % _WORD).astype(np.uint32))
+        np.add.at(members, (ellipsoid, place[entry] // _WORD), bit)
+    points = np.zeros(_WORD * words, dtype=np.int64)
+    points[place] = entry_counts
     digits = np.arange(int(points.max(initial=0)).bit_length())
-    return members, starts, packed(((points >> digits[:, None]) & 1).astype(bool))
+    return members.view(np.int32), starts, packed(((points >> digits[:, None]) & 1).astype(bool))
 
 
 def _entry_words(number: Any) -> Any:
