@@ -16,8 +16,8 @@ from sepc_torch.data.arrays import label_codes
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.sepc import SEPC, Nearest
-from sepc_torch.partitioning.fit import Rest, partition
-from sepc_torch.partitioning.record import Partition
+from sepc_torch.partitioning.fit import partition
+from sepc_torch.partitioning.record import Partition, Rest
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 

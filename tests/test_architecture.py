@@ -56,6 +56,7 @@ HEAVY = [
     "lightning",
     "matplotlib",
     "pandas",
+    "pyarrow",
     "pytorch_lightning",
     "rich",
     "safetensors",

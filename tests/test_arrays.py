@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,8 @@ import scipy.sparse
 import torch
 
 from sepc_torch import landscape, partition
-from sepc_torch.data.arrays import check_choice, training_set
+from sepc_torch.data import arrays
+from sepc_torch.data.arrays import check_choice, numeric_points, training_set
 from sepc_torch.partitioning.algorithm import Separator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +153,43 @@ def test_a_class_of_one_point_is_accepted() -> None:
     assert np.bincount(data.codes).tolist() == [6, 1]
 
 
+def read_only(x: Any) -> Any:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def test_points_are_copied_only_if_they_must_change() -> None:
+    for same in (X, read_only(X), X[1:4], torch.from_numpy(X)):
+        assert np.shares_memory(numeric_points(same)[0], np.asarray(same))
+    for other in (X.astype(np.float32), np.asfortranarray(X), X[:, ::-1], X[:1, ::-1], X[::-1][:1]):
+        points = numeric_points(other)[0]
+        assert (points == other).all()
+        assert points.flags.c_contiguous
+        assert points.dtype == np.float64
+        assert min(points.strides) > 0
+
+
+def test_checking_points_needs_little_memory() -> None:
+    x = np.zeros((2**14, 2**9))  # 64 MiB
+    tracemalloc.start()
+    try:
+        numeric_points(x)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**23  # a mask of all values would be 8 MiB
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 100])
+def test_bad_values_are_counted_over_all_chunks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "_CHUNK_VALUES", 2 * rows)
+    x = X.copy()
+    x[2, 1], x[3, 0], x[5] = np.inf, np.nan, -np.inf
+    with pytest.raises(ValueError, match="Z holds 4 NaN or infinite values, the first in row 2, column 1"):
+        numeric_points(x, "Z")
+
+
 # These cases run in a separate process without the type checks of the tests, which would refuse most of them before our
 # own validation. All cases share one interpreter.
 BAD_ARGUMENTS = {
@@ -159,6 +198,7 @@ BAD_ARGUMENTS = {
     "max_impure=True": ("ValueError", "max_impure must be an integer of at least 0, got True"),
     "max_impure='2'": ("TypeError", "max_impure must be an integer, got '2'"),
     "rest='half'": ("ValueError", "rest must be one of 'whole', 'partitioned', got 'half'"),
+    "max_isolated=-1": ("ValueError", "max_isolated must be an integer of at least 0, got -1"),
     "max_per_class=0": ("ValueError", "max_per_class must be an integer of at least 1, got 0"),
     "max_impure=None": ("TypeError", "max_impure must be an integer, got None"),
     "floor=0": ("ValueError", "floor must be a positive number of standard deviations, got 0"),

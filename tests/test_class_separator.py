@@ -111,25 +111,32 @@ def test_two_classes_are_separated_as_in_the_paper_either_way(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("classes", [2, 4])
-def test_isolated_points_without_balls(rng: Rng, classes: int) -> None:
-    """A class of isolated points only gets one terminal ellipsoid; the other classes lose their balls."""
+def test_a_limit_of_isolated_points(rng: Rng, classes: int) -> None:
+    """Above the limit no point has a ball; a class of isolated points only has one terminal ellipsoid."""
     x, y = overlapping(rng, 160, 4, classes, apart=0.5)
     x, y = np.concatenate([x, 40.0 + rng.normal(size=(2, 4))]), np.append(y, [classes, classes])
-    balls, without = partition(x, y, max_impure=0), partition(x, y, max_impure=0, cover_isolated=False)
-    assert any(e.kind is Kind.ISOLATED and e.label < classes for e in balls.ellipsoids)
-    (last,) = [e for e in without.ellipsoids if e.label == classes]
-    assert (last.kind, last.covered) == (Kind.TERMINAL, 2)
-    kept = [b for b, e in zip(bits(balls), balls.ellipsoids, strict=True) if e.kind is not Kind.ISOLATED]
-    assert [b for b in bits(without) if b[0] != classes] == kept
-    assert without.counts.sum() == len(x), "an uncovered point is not counted"
+    balls = partition(x, y, max_impure=0)
+    isolated = sum(e.kind is Kind.ISOLATED and e.label < classes for e in balls.ellipsoids)
+    assert isolated
+    for limit in (isolated - 1, isolated):
+        limited = partition(x, y, max_impure=0, max_isolated=limit)
+        (last,) = [e for e in limited.ellipsoids if e.label == classes]
+        assert (last.kind, last.covered) == (Kind.TERMINAL, 2)
+        kept = [
+            b
+            for b, e in zip(bits(balls), balls.ellipsoids, strict=True)
+            if e.label < classes and (e.kind is not Kind.ISOLATED or limit == isolated)
+        ]
+        assert [b for b in bits(limited) if b[0] != classes] == kept
+        assert limited.counts.sum() == len(x), "an uncovered point is not counted"
 
 
-def test_two_classes_without_balls(rng: Rng) -> None:
-    """The paper's run for two classes drops the balls as well."""
-    x, y = rng.normal(size=(43, 3)), np.append(np.zeros(40, dtype=int), [1, 1, 1])
+def test_a_limit_of_isolated_points_for_two_classes(rng: Rng) -> None:
+    """The paper's run for two classes obeys the limit as well."""
+    x, y = rng.normal(size=(42, 3)), np.append(np.zeros(40, dtype=int), [1, 1])
     x[:40, 0] += 9.0
-    one = partition(x[:-1], y[:-1], cover_isolated=False)
-    assert [e.kind for e in one.ellipsoids if e.label == 1] == [Kind.TERMINAL]
+    part = partition(x, y, max_isolated=5)
+    assert [e.kind for e in part.ellipsoids if e.label == 1] == [Kind.TERMINAL]
 
 
 def test_a_sample_of_each_class(rng: Rng) -> None:

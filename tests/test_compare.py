@@ -170,6 +170,8 @@ def test_label_types_and_containers(case: Case) -> None:
     frames = [pd.DataFrame(given) if given.ndim == 2 else pd.Series(given) for given in case.five]
     assert same(quiet(*frames), expected)
     assert same(quiet(*(given.tolist() for given in case.five)), expected)
+    read_only = [np.frombuffer(given.tobytes(), given.dtype).reshape(given.shape) for given in case.five]
+    assert same(quiet(*read_only), expected)
 
 
 def test_classes_name_the_columns_of_the_logits(case: Case) -> None:

@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.head.evidence import (
-    Evidence,
-    EvidenceValues,
-    _choose_reference_points,
-    fit_evidence,
-    log_odds,
-    pieces_of,
-    with_softmax,
-)
-from sepc_torch.head.projection import fit_projection
+from sepc_torch.head.evidence import Evidence, EvidenceValues, fit_evidence, log_odds, pieces_of, with_softmax
+from sepc_torch.head.passes import _choose_reference_points, first_pass, second_pass
+from sepc_torch.head.projection import fit_projection, projection_from
+from sepc_torch.head.sources import ArraySource
 from sepc_torch.model.buffers import resize_buffers
 from sepc_torch.partitioning.fit import partition
 from sepc_torch.shapes import Array
@@ -32,9 +26,17 @@ def clusters(rng: Rng, count: int = 300, dim: int = 6, classes: int = 3) -> tupl
     return 10.0 * np.eye(classes, dim)[codes] + rng.normal(size=(count, dim)), codes
 
 
+def evidence_of(points: Array, codes: Array, pieces: Array, reference_points: int) -> Evidence:
+    """The evidence of embeddings in memory; the projection of the partition does not affect it."""
+    source = ArraySource(points, codes)
+    first = first_pass(source)
+    data = second_pass(source, first, projection_from(first.moments, 2, None, "pca"), reference_points)
+    return fit_evidence(data, pieces)
+
+
 def fitted(rng: Rng, reference_points: int = 1000) -> tuple[Evidence, Tensor, Tensor]:
     points, codes = clusters(rng)
-    evidence = fit_evidence(points, codes, np.full(len(codes), -1), reference_points)
+    evidence = evidence_of(points, codes, np.full(len(codes), -1), reference_points)
     return evidence, torch.from_numpy(points).float(), torch.from_numpy(codes)
 
 
@@ -130,7 +132,7 @@ def test_support_is_positive_for_the_true_class_only(rng: Rng, reference_points:
 
 def test_support_for_two_classes_is_opposite(rng: Rng) -> None:
     points, codes = clusters(rng, classes=2)
-    evidence = fit_evidence(points, codes, codes, 1000)
+    evidence = evidence_of(points, codes, codes, 1000)
     z = torch.from_numpy(3.0 * rng.normal(size=(50, 6))).float()
     label = torch.zeros(50, dtype=torch.int64)
     a, b = evidence(z, label), evidence(z, label + 1)
@@ -158,7 +160,7 @@ def test_a_training_point_has_the_largest_support(rng: Rng) -> None:
     points, codes = clusters(rng)
     points[0] = points[1]
     codes[:2] = [0, 1]
-    evidence = fit_evidence(points, codes, np.full(300, -1), 1000)
+    evidence = evidence_of(points, codes, np.full(300, -1), 1000)
     values = evidence(torch.from_numpy(points).float(), torch.from_numpy(codes))
     assert values.support.isfinite().all()
     assert values.support[:2, 1].tolist() == [0.0, 0.0]
@@ -188,14 +190,13 @@ def test_without_reference_points_there_is_one_column(rng: Rng) -> None:
 
 
 def test_reference_points_are_proportional_to_class_sizes(rng: Rng) -> None:
-    codes = rng.permutation(np.repeat([0, 1, 2], [600, 399, 1]))
+    sizes = np.array([600, 399, 1])
     for most in (1, 100, 1000, 5000):
-        rows = _choose_reference_points(codes, most, np.random.default_rng(0))
-        assert len(np.unique(rows)) == len(rows)
-        assert (np.diff(codes[rows]) >= 0).all()
+        chosen = _choose_reference_points(sizes, most, rng)
         expected = [max(1, int(min(1.0, most / 1000) * n)) for n in (600, 399, 1)]
-        assert np.bincount(codes[rows]).tolist() == expected
-        assert len(rows) <= max(most + 1, 3)
+        assert [int(part.sum()) for part in np.split(chosen, [600, 999])] == expected
+        assert chosen.sum() <= max(most + 1, 3)
+    assert not _choose_reference_points(sizes, 0, rng).any()
 
 
 def test_pieces_belong_to_the_class_of_their_points(rng: Rng) -> None:
@@ -234,23 +235,23 @@ def test_embeddings_of_zeros(rng: Rng) -> None:
     """In training, zeros keep all values finite; without zeros in training, they have a large nonconformity score."""
     points, codes = clusters(rng)
     z, label = torch.from_numpy(points).float(), torch.from_numpy(codes)
-    found = fit_evidence(
+    found = evidence_of(
         np.vstack([np.zeros((5, 6)), points]), np.append([0, 1, 2, 0, 0], codes), np.full(len(z) + 5, -1), 0
     )
     assert all(field.isfinite().all() for field in found(z, label))
-    without = fit_evidence(points, codes, codes, 1000)
+    without = evidence_of(points, codes, codes, 1000)
     zero = without(torch.zeros(1, 6), torch.zeros(1, dtype=torch.int64))
     assert all(field.isfinite().all() for field in zero)
     assert float(zero.nonconformity[0, 0]) > float(without(z, label).nonconformity[:, 0].max())
     with pytest.raises(ValueError, match="too large for float32"):
-        fit_evidence(1e30 * points, codes, codes, 0)
+        evidence_of(1e30 * points, codes, codes, 0)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e8])
 def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None:
     points, codes = clusters(rng)
     z, label = torch.from_numpy(2.0 * rng.normal(size=(50, 6))), torch.from_numpy(rng.integers(0, 3, 50))
-    a = fit_evidence(points, codes, codes, 1000)(z, label)
-    b = fit_evidence(scale * points, codes, codes, 1000)(scale * z, label)
+    a = evidence_of(points, codes, codes, 1000)(z, label)
+    b = evidence_of(scale * points, codes, codes, 1000)(scale * z, label)
     assert torch.allclose(a.support, b.support, atol=0.01)
     assert torch.allclose(a.nonconformity * torch.tensor([1.0, scale, 1.0]), b.nonconformity, rtol=1e-3)

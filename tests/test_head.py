@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,6 +63,23 @@ class TestProjection:
 
         assert gap("lda") > 1.8  # two unit-variance halves cannot be farther apart than 2
         assert gap("pca") < 0.5
+
+    @pytest.mark.parametrize("normalize", ["l2", "standardize", None])
+    def test_lda_solves_the_generalised_eigenproblem(self, rng: Rng, normalize: str | None) -> None:
+        """Scatter between classes against shrunken scatter within classes, which is computed class by class here."""
+        x, y = embeddings(rng, classes=4)
+        z = x / np.linalg.norm(x, axis=1, keepdims=True) if normalize == "l2" else x
+        unit = z.std(axis=0) if normalize == "standardize" else np.ones(12)
+        z = (z - z.mean(axis=0)) / unit
+        own = [z[y == c] for c in range(4)]
+        within = sum(np.cov(part.T, bias=True) * len(part) for part in own) / len(z)
+        between = sum(len(part) * np.outer(part.mean(axis=0), part.mean(axis=0)) for part in own) / len(z)
+        within = within + 1e-3 * np.mean(z**2) * np.eye(12)
+        vectors = scipy.linalg.eigh(between, within)[1][:, :-4:-1].T
+        expected = vectors / np.sqrt(np.mean((z @ vectors.T) ** 2, axis=0))[:, None]
+        found = fit_projection(x, y, 3, normalize, "lda", torch.float64).matrix.numpy() * unit  # type: ignore[arg-type]
+        signs = np.sign(np.sum(found * expected, axis=1, keepdims=True))
+        assert found == pytest.approx(signs * expected, rel=1e-6, abs=1e-6)
 
     def test_scale_of_the_input_does_not_matter(self, rng: Rng) -> None:
         x, y = embeddings(rng)
@@ -129,9 +147,10 @@ def test_accuracy_and_distance_of_unknown_points(rng: Rng) -> None:
 
 def test_default_sizes() -> None:
     assert default_dim(np.array([5500, 6000]), 64) == 32
-    assert default_dim(np.array([100, 400]), 384) == 10
+    assert default_dim(np.array([30, 200]), 384) == 15
     assert default_dim(np.array([5000]), 4) == 4
-    assert default_dim(np.array([1, 50]), 30) == 1
+    assert default_dim(np.array([1, 50]), 30) == 25, "one tiny class decides"
+    assert default_dim(np.array([3, 3]), 30) == 1
 
 
 def test_warns_of_classes_too_small_for_the_dimension(rng: Rng) -> None:
@@ -281,6 +300,8 @@ def test_rejects_invalid_sizes_and_logits(rng: Rng) -> None:
         TypeError, match=r"logits must be numbers, got torch.bool; labels that are known go into labels="
     ):
         head(z, logits=torch.ones(400, 3, dtype=torch.bool))
-    y[:2] = 9
-    with pytest.warns(UserWarning, match="smallest class has 2 points, so embeddings are projected on 1 dimensions"):
-        TrustHead.fit(x, y)
+    rows = np.concatenate([np.flatnonzero(y == c)[:5] for c in range(3)])
+    with pytest.warns(
+        UserWarning, match=r"few points \(5 in the median\), so embeddings are projected on 2 dimensions"
+    ):
+        TrustHead.fit(x[rows], y[rows])

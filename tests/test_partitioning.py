@@ -254,8 +254,9 @@ def test_equal_input_gives_equal_bytes(rng: np.random.Generator, tmp_path: Path)
         torch.from_numpy,
         lambda x: torch.from_numpy(x).requires_grad_(),
         lambda x: pd.DataFrame(x).to_numpy(),
+        lambda x: np.frombuffer(x.astype(np.float64).tobytes()).reshape(x.shape),
     ],
-    ids=["list", "float64", "columns first", "strided", "tensor", "tensor with gradient", "from a frame"],
+    ids=["list", "float64", "columns first", "strided", "tensor", "tensor with gradient", "from a frame", "read-only"],
 )
 def test_every_kind_of_array_is_accepted(rng: np.random.Generator, dress: Callable[[Array], Any]) -> None:
     x, y = labelled(rng, "clouds", 3, 2)
@@ -443,7 +444,7 @@ def test_parameters_and_versions_are_recorded(rng: np.random.Generator) -> None:
         "standardize": False,
         "floor": 0.01,
         "rest": "whole",
-        "cover_isolated": True,
+        "max_isolated": None,
         "max_per_class": None,
     }
     assert all(seconds >= 0 for seconds in part.seconds.values())

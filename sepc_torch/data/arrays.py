@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 # A standard deviation below this share of a feature's largest magnitude is rounding error: the feature is constant.
 _CONSTANT = 64 * np.finfo(np.float64).eps
+# Values processed at a time: 16 MiB in float64, so that temporary arrays are small next to large data, and products of
+# 4096 x 512 matrices still run at full speed.
+_CHUNK_VALUES = 2**21
 
 
 class TrainingSet(NamedTuple):
@@ -41,17 +44,10 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
     """
     points, names = numeric_points(x)
     labels = label_array(y)
-    if len(labels) != len(points):
-        raise ValueError(f"X has {len(points)} rows and y has {len(labels)} labels; pass one label per row.")
+    check_one_label_per_row(len(points), len(labels))
     found, codes = np.unique(labels, return_inverse=True)
-    codes = codes.ravel().astype(np.int64)
-    if classes is not None:
-        found, codes = _reorder(found, codes, label_array(classes, "classes"))
-    if len(found) < 2:
-        raise ValueError(
-            f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two classes. "
-            "Check the label column, or the filter that selected these rows."
-        )
+    found, order = ordered_classes(found, classes)
+    codes = order[codes.ravel()]
     counts = np.bincount(codes)
     least = points.shape[1] if least_per_class is None else least_per_class
     if counts.max() < least:
@@ -62,10 +58,67 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
     return TrainingSet(points, codes, found, names)
 
 
+def check_one_label_per_row(rows: int, labels: int) -> None:
+    """Raise ValueError unless there are as many labels as rows."""
+    if labels != rows:
+        raise ValueError(f"X has {rows} rows and y has {labels} labels; pass one label per row.")
+
+
+def ordered_classes(found: Array, classes: Any) -> tuple[Array, Int[Array, "C"]]:
+    """Return the classes in the wanted order, and the index in that order of each found class.
+
+    Args:
+        found: The labels that occur (C,), sorted.
+        classes: The labels in the wanted order, or None for the order of ``found``.
+
+    >>> ordered_classes(np.array([3, 5]), [5, 3])
+    (array([5, 3]), array([1, 0]))
+    """
+    codes = np.arange(len(found))
+    if classes is not None:
+        found, codes = _reorder(found, label_array(classes, "classes"))
+    if len(found) < 2:
+        raise ValueError(
+            f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two classes. "
+            "Check the label column, or the filter that selected these rows."
+        )
+    return found, codes
+
+
 def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[str, ...] | None]:
     """Convert points to a float64 array; also return the column names if ``x`` is a DataFrame, else None.
 
+    The array is row-major, because sums round differently in another order. It is ``x`` itself, without a copy, if
+    ``x`` is such an array already: callers must not write to it, and it may be read-only.
+
     Raises TypeError for values that are not real numbers, ValueError for NaN, infinity or a wrong shape.
+    """
+    matrix, names = real_matrix(x, name)
+    points = np.ascontiguousarray(float_rows(matrix, 0, matrix.shape[0]), dtype=np.float64)
+    if min(points.strides) < 0:  # a single row or column that was reversed; torch refuses negative strides
+        points = points.copy()
+    check = FiniteCheck(name, names)
+    step = rows_per_chunk(points.shape[1])
+    for start in range(0, len(points), step):
+        check.add(points[start : start + step])
+    check.refuse()
+    return points, names
+
+
+def rows_per_chunk(features: int) -> int:
+    """Number of rows to process at a time, so that temporary arrays stay small.
+
+    >>> rows_per_chunk(512)
+    4096
+    """
+    return max(1, _CHUNK_VALUES // features)
+
+
+def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
+    """Validate the type and shape of points, but not their values; also return the column names of a DataFrame.
+
+    Tensors and DataFrames are returned as they are, everything else as a NumPy array; nothing with a shape is copied.
+    :func:`float_rows` converts rows of the result.
     """
     if hasattr(x, "tocsr") or hasattr(x, "tocoo"):
         raise TypeError(
@@ -76,37 +129,99 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
     if hasattr(x, "columns") and hasattr(x, "dtypes"):
         names = tuple(str(column) for column in x.columns)
         wrong = [column for column, dtype in zip(names, list(x.dtypes), strict=True) if not _is_numeric(dtype)]
-        if wrong:
-            raise TypeError(
-                f"{name} has columns that are not numbers: {', '.join(wrong)}. Encode or drop these columns."
-            )
-        # Ask for one float array: mixed column types would give objects, and pandas has missing values of its own.
-        x = x.to_numpy(dtype=np.float64, na_value=np.nan) if hasattr(x, "iloc") else x.to_numpy().astype(np.float64)
+        refuse_columns(wrong, name)
     elif hasattr(x, "detach"):
-        x = _from_tensor(x)
-    if np.ma.is_masked(x):
-        raise ValueError(f"{name} has masked values. Drop those rows or fill them in.")
-    points = np.asarray(x)
-    if points.dtype == object:
-        raise TypeError(
-            f"{name} is an array of Python objects; convert it to numbers first, for example {name}.astype(float)."
-        )
-    if points.dtype.kind not in "fiub":
-        raise TypeError(f"{name} must hold real numbers, got dtype {points.dtype}.")
-    if points.ndim != 2 or 0 in points.shape:
-        raise ValueError(f"{name} must be a non-empty array of shape (points, features), got shape {points.shape}.")
-    # Always a copy in row-major order: a DataFrame returns read-only arrays in column-major order, in which sums round
-    # differently.
-    points = np.array(points, dtype=np.float64, order="C")
-    bad = ~np.isfinite(points)
-    if bad.any():
-        row, column = (int(i) for i in np.argwhere(bad)[0])
-        where = names[column] if names is not None else column
-        raise ValueError(
-            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}, column {where!r}. "
-            "Drop those rows or impute the values."
-        )
-    return points, names
+        if x.is_sparse:
+            raise TypeError(
+                f"{name} is a sparse tensor; ellipsoids need dense points. Use {name}.to_dense() if it has few columns."
+            )
+        if x.is_complex():
+            raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}.")
+    else:
+        if np.ma.is_masked(x):
+            raise ValueError(f"{name} has masked values. Drop those rows or fill them in.")
+        x = np.asarray(x)
+        if x.dtype == object:
+            raise TypeError(
+                f"{name} is an array of Python objects; convert it to numbers first, for example {name}.astype(float)."
+            )
+        if x.dtype.kind not in "fiub":
+            raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}.")
+    shape = tuple(x.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{name} must be a non-empty array of shape (points, features), got shape {shape}.")
+    return x, names
+
+
+def refuse_columns(wrong: list[str], name: str = "X") -> None:
+    """Raise TypeError if there are columns that do not hold numbers."""
+    if wrong:
+        raise TypeError(f"{name} has columns that are not numbers: {', '.join(wrong)}. Encode or drop these columns.")
+
+
+def float_rows(matrix: Any, start: int, stop: int) -> Float[Array, "n D"]:
+    """Rows of a validated matrix (:func:`real_matrix`) in float32 or float64, whichever holds them exactly.
+
+    Rows of arrays and CPU tensors of these dtypes are views.
+
+    >>> float_rows(np.array([[1, 2], [3, 4]]), 1, 2)
+    array([[3., 4.]])
+    """
+    if hasattr(matrix, "detach"):
+        part = matrix.detach()[start:stop].cpu()
+        # NumPy has no bfloat16; float32 holds every half-precision value.
+        rows = (part.float() if part.is_floating_point() and part.element_size() < 4 else part).numpy()
+    elif hasattr(matrix, "iloc"):
+        # Ask for one float array: mixed column types would give objects, and pandas has missing values of its own.
+        rows = matrix.iloc[start:stop].to_numpy(dtype=np.float64, na_value=np.nan)
+    else:
+        rows = matrix[start:stop]
+        rows = rows.to_numpy().astype(np.float64) if hasattr(rows, "to_numpy") else rows
+    if rows.dtype in (np.float32, np.float64):
+        return rows
+    return rows.astype(np.float32 if rows.dtype == np.float16 else np.float64)
+
+
+class FiniteCheck:
+    """Search for NaN and infinite values in points that come in chunks.
+
+    Args:
+        name: Name of the points, for the error message.
+        names: Names of the features, or None to number them.
+
+    >>> check = FiniteCheck("X")
+    >>> check.add(np.zeros((3, 2))), check.add(np.array([[0.0, np.inf]]))
+    (True, False)
+    >>> check.refuse()
+    Traceback (most recent call last):
+    ValueError: X holds 1 NaN or infinite values, the first in row 3, column 1. Drop those rows or impute the values.
+    """
+
+    def __init__(self, name: str, names: tuple[str, ...] | None = None) -> None:
+        self._name, self._names = name, names
+        self._rows = self._bad = 0
+        self._first: tuple[int, int] | None = None
+
+    def add(self, chunk: Float[Array, "n D"]) -> bool:
+        """Search the next rows; return whether all values so far are finite."""
+        bad = ~np.isfinite(chunk)
+        found = int(np.count_nonzero(bad))
+        if found and self._first is None:
+            row, column = (int(i) for i in np.argwhere(bad)[0])
+            self._first = self._rows + row, column
+        self._bad += found
+        self._rows += len(chunk)
+        return self._first is None
+
+    def refuse(self) -> None:
+        """Raise ValueError if a value is not finite."""
+        if self._first is not None:
+            row, column = self._first
+            where = column if self._names is None else self._names[column]
+            raise ValueError(
+                f"{self._name} holds {self._bad} NaN or infinite values, the first in row {row}, column {where!r}. "
+                "Drop those rows or impute the values."
+            )
 
 
 def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
@@ -119,8 +234,16 @@ def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
     """
     magnitude = np.abs(points).max(axis=0)
     unit = np.where(magnitude > 0, magnitude, 1.0)  # avoids overflow and underflow of the squares
-    deviation = (points / unit).std(axis=0)
-    return np.where(deviation > _CONSTANT, deviation * unit, 1.0)
+    return scale_or_one((points / unit).std(axis=0) * unit, magnitude)
+
+
+def scale_or_one(deviation: Float[Array, "D"], magnitude: Float[Array, "D"]) -> Float[Array, "D"]:
+    """The standard deviations, but 1 where a deviation is rounding error of values of the given magnitude.
+
+    >>> scale_or_one(np.array([2.0, 1e-16]), np.array([5.0, 5.0]))
+    array([2., 1.])
+    """
+    return np.where(deviation > _CONSTANT * magnitude, deviation, 1.0)
 
 
 def positive(value: Any, name: str, unit: str) -> float:
@@ -177,13 +300,6 @@ def _is_numeric(dtype: Any) -> bool:
     return getattr(dtype, "kind", "O") in "fiub"
 
 
-def _from_tensor(x: Any) -> Array:
-    x = x.detach().cpu()
-    if x.is_sparse:
-        raise TypeError("X is a sparse tensor; ellipsoids need dense points. Use X.to_dense() if it has few columns.")
-    return (x.double() if x.is_floating_point() else x).numpy()
-
-
 def _missing(label: Any) -> bool:
     """Whether a label is None, NaN, NaT or pandas' NA. NA and NaT are found by type: comparing NA gives NA."""
     return (
@@ -233,8 +349,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def _reorder(found: Array, codes: Int[Array, "N"], classes: Array) -> tuple[Array, Int[Array, "N"]]:
-    """The classes in the caller's order and the codes that refer to them, from the sorted classes and their codes."""
+def _reorder(found: Array, classes: Array) -> tuple[Array, Int[Array, "C"]]:
+    """The classes in the caller's order, and the index in that order of each found class."""
     wanted = classes.tolist()
     present = found.tolist()
     if len(set(wanted)) != len(wanted):
@@ -249,4 +365,4 @@ def _reorder(found: Array, codes: Int[Array, "N"], classes: Array) -> tuple[Arra
         raise ValueError(
             f"y holds the labels {unknown}, which classes={wanted} does not name. Add them or drop those rows."
         )
-    return classes, label_codes(present, wanted)[codes]
+    return classes, label_codes(present, wanted)

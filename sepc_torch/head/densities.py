@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.moments import Moments
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.shapes import Array, Float, Int
 
@@ -87,7 +89,7 @@ def fit_densities(
     """Fit class densities to labelled points.
 
     Args:
-        points: Training points, with unit variance in every direction.
+        points: Training points, with unit variance in every direction, in float32 or float64. Sums are in float64.
         codes: The class of each point.
         pieces: The piece that each point belongs to, as any number unique to the piece; -1 for no piece.
         dtype: Dtype of the fitted module.
@@ -98,14 +100,12 @@ def fit_densities(
     [0, 1]
     """
     levels = [_students(points, codes)]
+    owner = np.zeros(0, dtype=np.int64)
     inside = pieces >= 0
     if inside.any():
-        kept, piece = np.unique(pieces[inside], return_inverse=True)
-        levels.append(_students(points[inside], piece))
-        owner = np.zeros(len(kept), dtype=np.int64)
-        owner[piece] = codes[inside]
-    else:
-        owner = np.zeros(0, dtype=np.int64)
+        kept, first = np.unique(pieces[inside], return_index=True)
+        levels.append(_students(points, np.where(inside, np.searchsorted(kept, pieces), -1)))
+        owner = codes[inside][first]
     means, whiteners, weights, freedom = (np.concatenate(parts) for parts in zip(*levels, strict=True))
     return RegionDensities(
         EllipsoidBank(torch.from_numpy(means), torch.from_numpy(whiteners)).to(dtype),
@@ -118,7 +118,7 @@ def fit_densities(
 def _students(
     points: Float[Array, "N R"], group: Int[Array, "N"]
 ) -> tuple[Float[Array, "K R"], Float[Array, "K R R"], Float[Array, "K"], Float[Array, "K"]]:
-    r"""Mean, whitener, log weight and degrees of freedom of the predictive t of every group.
+    r"""Mean, whitener, log weight and degrees of freedom of the predictive t of every group; -1 is no group.
 
     The prior is :math:`\Sigma \sim W^{-1}(\Psi_0, \nu_0)` with :math:`\nu_0 = R + 2`; its mean :math:`\Psi_0` is the
     pooled spread within groups. For n points with scatter matrix :math:`S` the predictive t has
@@ -126,23 +126,28 @@ def _students(
     :math:`\frac{n + 1}{n \nu} (\Psi_0 + S)`.
     """
     dim = points.shape[1]
-    size = np.bincount(group)
-    means = np.zeros((len(size), dim))
-    np.add.at(means, group, points)
-    means /= size[:, None]
-    spread = points - means[group]
-    prior = spread.T @ spread / max(len(points) - len(size), 1)
+    size = np.bincount(group[group >= 0])
+    total = int(size.sum())
+    order = np.argsort(group, kind="stable")[len(group) - total :]
+    means = np.empty((len(size), dim))
+    scatters = np.empty((len(size), dim, dim))
+    for k, rows in enumerate(np.split(order, size.cumsum()[:-1])):
+        moments = Moments(dim)
+        # A few rows at a time, because one group may hold most of the points.
+        step = rows_per_chunk(dim)
+        for start in range(0, len(rows), step):
+            moments.add(points[rows[start : start + step]])
+        means[k], scatters[k] = moments.mean, moments.scatter
+    prior = scatters.sum(axis=0) / max(total - len(size), 1)
     prior += (_LEAST_VARIANCE * np.trace(prior) / dim + _LEAST_SHARE) * np.eye(dim)
     freedom = size + 3.0
-    whiteners = np.empty((len(size), dim, dim))
+    whiteners = scatters  # each is replaced in the loop: for many regions these are the largest arrays
     weights = np.empty(len(size))
-    order = np.argsort(group, kind="stable")
-    for k, rows in enumerate(np.split(order, size.cumsum()[:-1])):
-        scatter = spread[rows].T @ spread[rows]
+    for k, scatter in enumerate(scatters):
         factor = np.linalg.cholesky((prior + scatter) * (size[k] + 1) / (size[k] * freedom[k]))
         whiteners[k] = np.linalg.inv(factor)
         weights[k] = (
-            math.log(size[k] / len(points))
+            math.log(size[k] / total)
             + math.lgamma((freedom[k] + dim) / 2)
             - math.lgamma(freedom[k] / 2)
             - dim / 2 * math.log(freedom[k] * math.pi)

@@ -22,16 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.densities import RegionDensities, fit_densities
 from sepc_torch.head.neighbours import Neighbours
-from sepc_torch.head.projection import Projection, fit_projection
+from sepc_torch.head.passes import ProjectedSet
+from sepc_torch.head.projection import Projection
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 
-# Largest number of directions for densities and for whitened distances: the error of an estimated covariance grows with
-# them, and memory and time of a region grow with their square.
-_MAX_DIRECTIONS = 64
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 _MAX_LOG_RATIO = 7.0
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
@@ -173,11 +172,15 @@ def pieces_of(
     The points of one ellipsoid form a *piece*; the index is -1 if the piece is too small: if it has no more
     points than dimensions. With a torch device the distances are computed there, otherwise in NumPy.
     """
-    piece = np.empty(len(points), dtype=np.int64)
+    piece, owner = np.empty(len(points), dtype=np.int64), part.codes
     for c in range(len(part.classes)):
         rows = np.flatnonzero(codes == c)
-        own = np.flatnonzero(part.codes == c)
-        piece[rows] = own[_nearest([part.ellipsoids[k] for k in own], points[rows], device)]
+        own = np.flatnonzero(owner == c)
+        # A few rows at a time: the distances of a large class to all its ellipsoids would fill the memory.
+        step = rows_per_chunk(max(len(own), points.shape[1]))
+        for start in range(0, len(rows), step):
+            some = rows[start : start + step]
+            piece[some] = own[_nearest([part.ellipsoids[k] for k in own], points[some], device)]
     return np.where(np.bincount(piece)[piece] > points.shape[1], piece, -1)
 
 
@@ -193,37 +196,12 @@ def _nearest(
     return bank(torch.from_numpy(points).to(device)).argmin(dim=1).cpu().numpy()
 
 
-def fit_evidence(
-    points: Float[Array, "N D"], codes: Int[Array, "N"], pieces: Int[Array, "N"], reference_points: int, seed: int = 0
-) -> Evidence:
-    """Fit the evidence to labelled embeddings.
+def fit_evidence(data: ProjectedSet, pieces: Int[Array, "N"]) -> Evidence:
+    """Fit the evidence to projected training embeddings.
 
     Args:
-        points: Training embeddings.
-        codes: The class of each embedding.
+        data: The projected embeddings.
         pieces: The piece of its class that each embedding belongs to; -1 for no piece.
-        reference_points: Largest number of training points to keep, proportional to class sizes and at least one per
-            class; 0 keeps none.
-        seed: Seed of the random choice of reference points.
     """
-    polar = fit_projection(points, codes, _MAX_DIRECTIONS, "polar", "pca")
-    white = fit_projection(points, codes, _MAX_DIRECTIONS, None, "pca")
-    tensor = torch.from_numpy(points).float()
-    coordinates = polar(tensor).double().numpy()
-    if not np.isfinite(coordinates).all():
-        raise ValueError("The embeddings are too large for float32: their squares overflow. Scale them down.")
-    densities = fit_densities(coordinates, codes, pieces)
-    rows = np.zeros(0, dtype=np.int64)
-    if reference_points:
-        rows = _choose_reference_points(codes, reference_points, np.random.default_rng(seed))
-    return Evidence(polar, densities, white, Neighbours(tensor[rows], torch.from_numpy(codes[rows])))
-
-
-def _choose_reference_points(codes: Int[Array, "N"], most: int, rng: np.random.Generator) -> Int[Array, "n"]:
-    """Choose rows at random, proportional to class sizes and at least one per class; sorted by class."""
-    share = min(1.0, most / len(codes))
-    chosen = []
-    for c in range(int(codes.max()) + 1):
-        rows = np.flatnonzero(codes == c)
-        chosen.append(np.sort(rng.choice(rows, max(1, int(share * len(rows))), replace=False)))
-    return np.concatenate(chosen)
+    densities = fit_densities(data.coordinates, data.codes, pieces)
+    return Evidence(data.polar, densities, data.white, data.reference_points)

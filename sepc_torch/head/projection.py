@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import TrainingSet, count, feature_scale
+from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.moments import EmbeddingMoments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.shapes import Array, Float, Int
@@ -23,8 +24,6 @@ Method = Literal["pca", "lda"]
 
 # Directions whose standard deviation is below this share of the largest one hold rounding noise.
 _NOISE = 1e-6
-# Least length of an embedding, as a share of the median length; the logarithm of zero is not finite.
-_SHORT = 1e-3
 # Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
 _SHRINKAGE = 1e-3
 # Largest default dimension: time and memory of an ellipsoid grow with its square. experiments/head_defaults.py compares
@@ -32,7 +31,7 @@ _SHRINKAGE = 1e-3
 _MAX_DIMENSIONS = 32
 # Share of the points in classes that are large enough for the default dimension.
 _MOST_POINTS = 0.9
-# Below this default dimension, caused by a tiny class, the head warns: a few dimensions represent an embedding poorly.
+# Below this default dimension, caused by tiny classes, the head warns: a few dimensions represent an embedding poorly.
 _FEW_DIMENSIONS = 4
 
 
@@ -127,48 +126,75 @@ def fit_projection(
     method: Method,
     dtype: torch.dtype = torch.float32,
 ) -> Projection:
-    """Fit the projection on at most ``dim`` directions of unit variance to labelled embeddings.
+    """Fit the projection on at most ``dim`` directions of unit variance to labelled embeddings in memory.
 
     Args:
         x: The embeddings.
         codes: The class of each embedding.
+        dim: See :func:`projection_from`.
+        normalize: See :func:`projection_from`.
+        method: See :func:`projection_from`.
+        dtype: Dtype of the projection.
+
+    >>> x = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 3.0], [0.0, -3.0]])
+    >>> fit_projection(x, np.array([0, 0, 1, 1]), 1, None, "pca")(torch.tensor([[0.0, 3.0]]))
+    tensor([[1.4142]])
+    """
+    moments = EmbeddingMoments(class_features(normalize, method))
+    step = rows_per_chunk(x.shape[1])
+    for start in range(0, len(x), step):
+        moments.add(x[start : start + step], codes[start : start + step])
+    moments.finish()
+    return projection_from(moments, dim, normalize, method, dtype)
+
+
+def class_features(normalize: Normalize, method: Method) -> Literal["raw", "direction"] | None:
+    """The features whose class sums a projection needs; see :class:`~sepc_torch.head.moments.EmbeddingMoments`."""
+    if method == "pca":
+        return None
+    return "direction" if normalize == "l2" else "raw"
+
+
+def projection_from(
+    moments: EmbeddingMoments, dim: int, normalize: Normalize, method: Method, dtype: torch.dtype = torch.float32
+) -> Projection:
+    """Fit the projection on at most ``dim`` directions of unit variance to the moments of embeddings.
+
+    Args:
+        moments: The moments, with the class sums of :func:`class_features`.
         dim: Largest number of directions to keep.
         normalize: ``"l2"`` divides embeddings by their length. ``"standardize"`` divides features by their standard
             deviation. ``"polar"`` keeps the direction of an embedding and, as one more feature, the logarithm of its
-            length.
+            length; it has no ``"lda"``.
         method: ``"pca"`` keeps the directions of largest variance. ``"lda"`` keeps the directions in which the class
             means are farthest apart relative to the spread within classes; there are at most C - 1.
         dtype: Dtype of the projection.
     """
-    least = float(np.finfo(np.float64).tiny)
-    if normalize in ("l2", "polar"):
-        length = np.linalg.norm(x, axis=1, keepdims=True)
-        if normalize == "polar":
-            least = max(least, _SHORT * float(np.median(length)))
-        length = np.maximum(length, least)
-        x = x / length
-        if normalize == "polar":
-            x = np.hstack([x, np.log(length)])
-    mean = x.mean(axis=0)
-    centred = x - mean
-    unit = np.ones_like(mean)
-    if normalize == "standardize":
-        unit = feature_scale(x)
-        centred = centred / unit
-    rows = _principal(centred, dim) if method == "pca" else _discriminant(centred, codes, dim)
-    rows = rows / np.sqrt(np.mean((centred @ rows.T) ** 2, axis=0))[:, None]
+    if normalize == "l2":
+        features = moments.direction()
+    elif normalize == "polar":
+        features = moments.polar()
+    else:
+        features = moments.raw
+    unit = moments.feature_scale() if normalize == "standardize" else np.ones_like(features.mean)
+    covariance = features.covariance / np.outer(unit, unit)
+    if method == "pca":
+        rows = _principal(covariance, dim)
+    else:
+        rows = _discriminant(covariance, moments.class_means() / unit, moments.class_counts, dim)
+    rows = rows / np.sqrt(np.einsum("ri,ij,rj->r", rows, covariance, rows, optimize=True))[:, None]
     # The sign of a direction is arbitrary: the largest entry is made positive, so that equal data give equal models.
     rows *= np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])[:, None]
     return Projection(
-        torch.from_numpy(mean).to(dtype),
+        torch.from_numpy(features.mean).to(dtype),
         torch.from_numpy(rows / unit).to(dtype),
         unit_length=normalize in ("l2", "polar"),
-        least_length=torch.tensor(least, dtype=dtype) if normalize == "polar" else None,
+        least_length=torch.tensor(moments.least, dtype=dtype) if normalize == "polar" else None,
     )
 
 
-def _principal(centred: Float[Array, "N D"], dim: int) -> Float[Array, "R D"]:
-    variance, vectors = np.linalg.eigh(centred.T @ centred / len(centred))
+def _principal(covariance: Float[Array, "D D"], dim: int) -> Float[Array, "R D"]:
+    variance, vectors = np.linalg.eigh(covariance)
     variance, vectors = variance[::-1], vectors[:, ::-1]
     if variance[0] <= 0:
         raise ValueError("The embeddings do not vary: all are the same point. Check the encoder.")
@@ -176,21 +202,18 @@ def _principal(centred: Float[Array, "N D"], dim: int) -> Float[Array, "R D"]:
     return vectors[:, : min(dim, present)].T
 
 
-def _discriminant(centred: Float[Array, "N D"], codes: Int[Array, "N"], dim: int) -> Float[Array, "R D"]:
-    classes = int(codes.max()) + 1
-    counts = np.bincount(codes, minlength=classes)
-    sums = np.zeros((classes, centred.shape[1]))
-    np.add.at(sums, codes, centred)
-    means = sums / counts[:, None]
-    within = centred - means[codes]
-    scatter = within.T @ within / len(centred)
-    total = np.trace(centred.T @ centred) / len(centred)
-    scatter += _SHRINKAGE * total / len(scatter) * np.eye(len(scatter))
+def _discriminant(
+    covariance: Float[Array, "D D"], means: Float[Array, "C D"], counts: Int[Array, "C"], dim: int
+) -> Float[Array, "R D"]:
+    weighted = np.sqrt(counts / counts.sum())[:, None] * means
+    total = np.trace(covariance)
+    # The shrinkage is far above the rounding error of the difference.
+    scatter = covariance - weighted.T @ weighted + _SHRINKAGE * total / len(covariance) * np.eye(len(covariance))
     values, vectors = np.linalg.eigh(scatter)
     whiten = vectors / np.sqrt(values)
-    _, strength, directions = np.linalg.svd(np.sqrt(counts)[:, None] * means @ whiten, full_matrices=False)
+    _, strength, directions = np.linalg.svd(weighted @ whiten, full_matrices=False)
     present = int(np.count_nonzero(strength > _NOISE * strength[0]))
-    return (whiten @ directions[: min(dim, classes - 1, present)].T).T
+    return (whiten @ directions[: min(dim, len(counts) - 1, present)].T).T
 
 
 def default_dim(sizes: Int[Array, "C"], features: int) -> int:
@@ -208,34 +231,42 @@ def default_dim(sizes: Int[Array, "C"], features: int) -> int:
     return int(max(1, min(_MAX_DIMENSIONS, size // 2, features)))
 
 
-def choose_projection(data: TrainingSet, dim: int | None, normalize: Normalize, method: Method) -> Projection:
+def choose_projection(
+    moments: EmbeddingMoments,
+    classes: Array,
+    sizes: Int[Array, "C"],
+    dim: int | None,
+    normalize: Normalize,
+    method: Method,
+) -> Projection:
     """Fit the projection of a trust head: choose or check the dimension, and check the class sizes.
 
     Args:
-        data: The training embeddings with their classes.
+        moments: The moments of the training embeddings.
+        classes: The classes (C,).
+        sizes: The number of points of each class.
         dim: The dimension, or None for :func:`default_dim`.
-        normalize: See :func:`fit_projection`.
-        method: See :func:`fit_projection`.
+        normalize: See :func:`projection_from`.
+        method: See :func:`projection_from`.
     """
-    sizes = np.bincount(data.codes)
-    features = data.points.shape[1]
+    features = moments.features
     if dim is None:
         dim = default_dim(sizes, features)
         if dim < min(_FEW_DIMENSIONS, features):
             warnings.warn(
-                f"The smallest class has {sizes.min()} points, so embeddings are projected on {dim} dimensions. "
-                "Leave that class out, or choose dim.",
+                f"The classes have few points ({int(np.median(sizes))} in the median), so embeddings are projected on "
+                f"{dim} dimensions. Add data, leave small classes out, or choose dim.",
                 stacklevel=3,  # the caller of TrustHead.fit
             )
-    elif count(dim, "dim", least=1) > features:
+    elif dim > features:
         raise ValueError(f"dim={dim} is more than the {features} features of the embeddings; choose a smaller dim.")
-    if normalize == "l2" and not np.any(data.points, axis=1).all():
+    if normalize == "l2" and moments.zeros:
         raise ValueError("Some embeddings are all zeros and have no direction; drop them, or choose normalize=None.")
-    projection = fit_projection(data.points, data.codes, dim, normalize, method)
+    projection = projection_from(moments, dim, normalize, method)
     dim = len(projection.matrix)
     if sizes.max() < dim:
         raise ValueError(f"No class has {dim} points, one for each dimension; choose dim <= {sizes.max()}.")
-    _warn_of_small_classes(sizes, dim, data.classes)
+    _warn_of_small_classes(sizes, dim, classes)
     return projection
 
 

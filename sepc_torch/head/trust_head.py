@@ -2,7 +2,7 @@ r"""The module :class:`TrustHead`: fit, calibrate, predict, accept and save, for
 
 ::
 
-    head = TrustHead.fit(embeddings, labels)        # arrays or tensors, or a DataLoader and the encoder
+    head = TrustHead.fit(embeddings, labels)        # arrays, a DataLoader and the encoder, or Parquet
     head.calibrate(held_out, their_labels, their_logits)
     out = head(encoder(x), logits=classifier(encoder(x)))
     out.network_trust                               # the paper's trust: share of training points that support the label
@@ -22,21 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import check_choice, count, float64_device, numeric_points, training_set, usable_device
+from sepc_torch.data.arrays import check_choice, count, float64_device, numeric_points, usable_device
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Acceptance, Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
-from sepc_torch.head.embeddings import collect_embeddings
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
+from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection, choose_projection
+from sepc_torch.head.sources import embedding_source
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_without_prediction, rows_without_prediction
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
+from sepc_torch.partitioning.record import Rest
 from sepc_torch.shapes import Bool, Int
 
 # Default number of reference points, and a bound of their coordinates: 2**23 float32 values are 32 MiB.
@@ -92,6 +94,9 @@ class TrustHead(nn.Module):
         normalize: Normalize = "l2",
         projection: Method = "pca",
         max_impure: int | None = None,
+        max_per_class: int | None = None,
+        rest: Rest = "whole",
+        max_isolated: int | None = 256,
         nearest: Nearest = "mahalanobis",
         nan_policy: NanPolicy = "raise",
         reference_points: int | None = None,
@@ -105,20 +110,36 @@ class TrustHead(nn.Module):
     ) -> TrustHead:
         r"""Fit a head to labelled embeddings.
 
+        The embeddings are read twice, a chunk of rows at a time, and never copied as a whole. The fit keeps 8 bytes for
+        each of the ``dim`` coordinates of a row and 4 bytes for each of at most 64 coordinates of the densities. The
+        partition copies its coordinates once, and once more for several processes. A fit that needs more memory than is
+        available raises MemoryError after the first pass.
+
         Args:
-            embeddings: (N, D) array or tensor on any device; or an iterable of batches ``(inputs, labels)`` such as a
-                ``DataLoader``, together with ``encoder``.
-            labels: (N,) labels; None with an iterable of batches.
+            embeddings: The embeddings (N, D) in one of these forms:
+
+                - an array (also a ``numpy.memmap``), a tensor on any device, a list of rows or a DataFrame;
+                - an iterable of batches ``(inputs, labels)`` such as a ``DataLoader``, together with ``encoder``. It is
+                  read twice and must give the same rows each time, in any order. An iterator or a generator can be
+                  read only once: its embeddings are kept in memory, in float32;
+                - a ``pyarrow.Table``, a ``pyarrow.dataset.Dataset``, or the path of a Parquet file or of a folder of
+                  Parquet files. The embeddings are all columns except the labels, or one column of lists.
+            labels: (N,) labels; None with an iterable of batches; the name of the label column with Arrow and Parquet.
             encoder: The network from inputs to embeddings. It runs without gradients, in evaluation mode, on its own
                 device.
-            dim: Dimension of the projection. By default :math:`\min(32, \lfloor\sqrt{n}\rfloor, D)` for :math:`n`
-                points in the smallest class: an ellipsoid in :math:`r` dimensions has about :math:`r^2 / 2`
-                parameters and should have more points.
+            dim: Dimension of the projection. By default :math:`\min(32, \lfloor n / 2 \rfloor, D)`, where classes of at
+                least :math:`n` points hold 90 % of the points: an ellipsoid needs more points than dimensions.
             normalize: ``"l2"`` scales embeddings to unit length, which improves distances for most networks;
                 ``"standardize"`` divides features by their standard deviation; ``None`` leaves embeddings unchanged.
             projection: ``"pca"``, or ``"lda"`` to use the labels.
-            max_impure: Largest number of points of other classes in an ellipsoid. By default 1 % of the size of the
-                median class, and at least 2.
+            max_impure: Largest number of points of other classes in an ellipsoid. By default 1 % of the points of the
+                median class that are fitted, and at least 2.
+            max_per_class: Fit the ellipsoids to a random sample of at most this many points of each class. Counts,
+                densities and reference points see all points; see :func:`~sepc_torch.partition`.
+            rest: How a class of more than two is separated from the others; see :func:`~sepc_torch.partition`.
+            max_isolated: Largest number of isolated training points that get an ellipsoid of their own, a ball; None
+                for all. If there are more, none gets one: they would cost as much as other ellipsoids and hold no new
+                point.
             nearest: The distance that finds the nearest ellipsoid of a point outside every ellipsoid; see
                 :meth:`SEPC.from_partition`.
             nan_policy: ``"raise"`` or ``"flag"`` for embeddings that hold NaN or, with ``"l2"``, only zeros, and for
@@ -132,8 +153,9 @@ class TrustHead(nn.Module):
             n_jobs: Number of processes, as in joblib.
             progress: ``"auto"`` shows a progress bar on a terminal for long fits.
             classes: The labels in the order of the network's logits; by default sorted.
-            device: Device that computes distances of training points to ellipsoids; see
-                :func:`~sepc_torch.partition`. The fitted head is on the CPU; :meth:`~torch.nn.Module.to` moves it.
+            device: Device that computes distances of training points to ellipsoids (see
+                :func:`~sepc_torch.partition`) and covariances of embeddings, in float64. The fitted head is on the CPU;
+                :meth:`~torch.nn.Module.to` moves it.
             witnesses: Deprecated name of ``reference_points``.
         """
         from sepc_torch.partitioning.fit import partition  # imported here: a frozen head runs without the solvers
@@ -148,19 +170,30 @@ class TrustHead(nn.Module):
             reference_points = witnesses
         if reference_points is not None:
             count(reference_points, "reference_points")
+        if dim is not None:
+            dim = count(dim, "dim", least=1)
+        if max_per_class is not None:
+            count(max_per_class, "max_per_class", least=1)
+        check_choice("rest", rest, get_args(Rest))
         if device is not None:
             device = float64_device(device)
-        embeddings, labels = collect_embeddings(embeddings, labels, encoder)
-        data = training_set(embeddings, labels, classes, least_per_class=1)
-        project = choose_projection(data, dim, normalize, projection)
+        source = embedding_source(embeddings, labels, encoder)
+        first = first_pass(source, classes, normalize, projection, device)
+        project = choose_projection(first.moments, first.classes, first.sizes, dim, normalize, projection)
         if max_impure is None:
-            max_impure = max(2, round(float(np.median(np.bincount(data.codes))) / 100))
-        # Project in float32, as the head does in inference, so that training points keep their exact coordinates.
-        points = project(torch.from_numpy(data.points).float()).double().numpy()
+            fitted = first.sizes if max_per_class is None else np.minimum(first.sizes, max_per_class)
+            max_impure = max(2, round(float(np.median(fitted)) / 100))
+        if reference_points is None:
+            reference_points = min(_REFERENCE_POINTS, _REFERENCE_COORDINATES // first.moments.features)
+        data = second_pass(source, first, project, reference_points)
+        points = data.points
         part = partition(
             points,
             data.classes[data.codes],
             max_impure=max_impure,
+            max_per_class=max_per_class,
+            rest=rest,
+            max_isolated=max_isolated,
             solver=solver,
             standardize=False,
             floor=floor,
@@ -171,10 +204,7 @@ class TrustHead(nn.Module):
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-        if reference_points is None:
-            reference_points = min(_REFERENCE_POINTS, _REFERENCE_COORDINATES // data.points.shape[1])
-        pieces = pieces_of(part, points, data.codes, device)
-        return cls(project, sepc, fit_evidence(data.points, data.codes, pieces, reference_points))
+        return cls(project, sepc, fit_evidence(data, pieces_of(part, points, data.codes, device)))
 
     @property
     def classes(self) -> list[Any]:
@@ -303,7 +333,8 @@ class TrustHead(nn.Module):
             warnings.warn("hold_out is deprecated; use rank_fraction.", DeprecationWarning, stacklevel=4)
             rank_fraction = hold_out
         rank_fraction, seed = check_share(rank_fraction, "rank_fraction"), count(seed, "seed")
-        z = torch.from_numpy(numeric_points(embeddings, "embeddings")[0]).float().to(self.sepc.codes.device)
+        points = numeric_points(embeddings, "embeddings")[0]
+        z = torch.tensor(points, dtype=torch.float32, device=self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")

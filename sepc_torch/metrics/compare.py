@@ -168,7 +168,7 @@ def compare(
     head = copy.deepcopy(head).to(form.device)
     head.calibrate(held_out.z, [form.names[code] for code in held_out.codes.tolist()], held_out.logits, seed=seed)
 
-    training = torch.from_numpy(points).to(form.device), torch.from_numpy(train.codes).to(form.device)
+    training = torch.tensor(points, device=form.device), torch.from_numpy(train.codes).to(form.device)
     scores = [
         *_sepc_scores(head, test, ood, logits_ood),
         *_baseline_scores(training, test, ood, logits_ood, logits_train, held_out),

@@ -54,7 +54,7 @@ class InputFormat:
                 f"Row {int(zeros.argmax())} of {title} is all zeros and has no direction. Drop the row, or pass "
                 "nan_policy='flag' to give it the lowest trust."
             )
-        return torch.from_numpy(points).to(self.device)
+        return torch.tensor(points, device=self.device)
 
     def logits(self, logits: Any, title: str, rows: int, of: str) -> Float[Tensor, "B C"]:
         """Convert the logits of the ``rows`` rows of ``of`` to a float64 tensor."""
@@ -71,7 +71,7 @@ class InputFormat:
                 f"{title} has {values.shape[1]} columns, but y_train has {len(self.names)} classes. Every class of the "
                 "network needs training rows and a column; classes= gives the order of the columns."
             )
-        return torch.from_numpy(values).to(self.device)
+        return torch.tensor(values, device=self.device)
 
     def labelled(self, z: Any, y: Any, logits: Any, titles: tuple[str, str, str]) -> LabelledRows:
         """Convert embeddings, labels and logits of the same rows."""

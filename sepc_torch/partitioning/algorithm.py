@@ -91,11 +91,10 @@ class Separator(Steps):
                 others = OtherPoints(sets[1 - side][left[1 - side]])
                 pieces += self._pieces(side, Kind.TERMINAL, iteration, sets[side], left[side], others, covering)
                 self._done(len(left[side]))
-        if not self.cover_isolated:
-            pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED]
+        if self.max_isolated is not None:
             for side in (0, 1):
-                if self.keep[side] and all(piece.side != side for piece in pieces):
-                    pieces.append(self._whole(side, iteration, sets[side]))
+                if self.keep[side] and all(p.kind is Kind.ISOLATED for p in pieces if p.side == side):
+                    pieces = [p for p in pieces if p.side != side] + [self._whole(side, iteration, sets[side])]
         return Separation(tuple(pieces), tuple(hyperplanes))
 
     def _pieces(

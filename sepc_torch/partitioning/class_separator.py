@@ -43,7 +43,8 @@ class ClassSeparator(Steps):
             self._done(len(found.members))
             iteration += 1
         isolated.append((iteration, left))
-        if self.cover_isolated:
+        alone = sum(len(rows) for _, rows in isolated)
+        if self.max_isolated is None or (pieces and alone <= self.max_isolated):
             for number, rows in isolated:
                 pieces += self._balls(0, number, own, rows, others)
         elif not pieces:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,12 +24,13 @@ from sepc_torch.data.arrays import (
     feature_scale,
     float64_device,
     positive,
+    scale_or_one,
     training_set,
 )
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.partitioning.cells import ledger
-from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane
+from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane, Rest
 from sepc_torch.partitioning.steps import Separation
 from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, run_all
 from sepc_torch.shapes import Array, Float, Int
@@ -39,8 +40,8 @@ from sepc_torch.solvers.affine_hull import affine_hull, stretched
 if TYPE_CHECKING:
     import torch
 
-Rest = Literal["whole", "partitioned"]
-
+# Rows that are scaled at once: a copy of all points would double the memory of a large fit.
+_ROWS_AT_ONCE = 2**17
 # The dimension of the space that the points span is computed from at most this many points.
 _ENOUGH_POINTS = 2**16
 
@@ -84,7 +85,7 @@ def partition(
     solver: str = NATIVE,
     standardize: bool = True,
     floor: float = DEFAULT_FLOOR,
-    cover_isolated: bool = True,
+    max_isolated: int | None = None,
     max_per_class: int | None = None,
     n_jobs: int | None = None,
     progress: Choice = "auto",
@@ -106,8 +107,9 @@ def partition(
         standardize: Measure the reduced hulls in standard deviations of each feature. The ellipsoids themselves do
             not depend on scale and are returned in the coordinates of ``X`` either way.
         floor: Least semi-axis, in standard deviations of each feature. It is also the radius of isolated points.
-        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid; if all points of a
-            class are isolated, one terminal ellipsoid covers the class.
+        max_isolated: Largest number of isolated points that get a ball each; by default all do. If there are more,
+            none gets a ball, and isolated points lie in no ellipsoid. With a limit, a class whose points are all
+            isolated gets one terminal ellipsoid.
         max_per_class: Fit the ellipsoids of every class to a random sample of at most this many points, chosen
             independently of the order of the rows. The counts are of all points. Points outside the sample may lie
             in no ellipsoid, and ``max_impure`` holds for the sample.
@@ -134,18 +136,20 @@ def partition(
     max_impure = count(max_impure, "max_impure")
     floor = positive(floor, "floor", "standard deviations")
     check_choice("rest", rest, get_args(Rest))
+    if max_isolated is not None:
+        max_isolated = count(max_isolated, "max_isolated")
     if max_per_class is not None:
         max_per_class = count(max_per_class, "max_per_class", least=1)
     _check_solver(solver)
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
     # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
-    order = np.lexsort((data.codes, *data.points.T[::-1]))
+    order = _canonical_order(data.points, data.codes)
     mean, unit = _location_and_scale(data.points, order)
     paper = len(data.classes) == 2 or rest == "partitioned"
     rows = _sample(order, data.codes, max_per_class)
     if not paper:
-        rows = _by_class(rows, data.codes)
+        rows = _by_class(data.points, rows, data.codes)
     standard = data.points[rows]
     standard -= mean
     standard /= unit
@@ -155,7 +159,7 @@ def partition(
         "dim": max(affine_hull(standard[:: -(-len(standard) // _ENOUGH_POINTS)]).rank, 1),
         "solver": solver,
         "metric": None if standardize else unit,
-        "cover_isolated": cover_isolated,
+        "max_isolated": max_isolated,
     }
     tasks: Sequence[Task]
     if paper:
@@ -165,6 +169,8 @@ def partition(
     runs: list[tuple[Task, Separation]] = list(zip(tasks, run_all(tasks, n_jobs, progress), strict=True))
     separated = time.perf_counter()
     pieces = _pool_pieces(runs, data, rows, mean, unit)
+    if max_isolated is not None and sum(piece.kind is Kind.ISOLATED for piece in pieces) > max_isolated:
+        pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED]
     labels = data.classes.tolist()
     hyperplanes = _pool_hyperplanes(runs, data.codes[rows], labels, mean, unit if standardize else None)
     del standard, tasks, runs  # the counts need memory of the same size
@@ -185,7 +191,7 @@ def partition(
             "standardize": bool(standardize),
             "floor": floor,
             "rest": rest,
-            "cover_isolated": bool(cover_isolated),
+            "max_isolated": max_isolated,
             "max_per_class": max_per_class,
             "versions": _versions(solver),
         },
@@ -193,12 +199,35 @@ def partition(
     )
 
 
+def _canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"]) -> Int[Array, "N"]:
+    """Rows sorted by the first feature, then by the others, then by class.
+
+    Only rows that agree in the first feature need the others.
+    """
+    order = np.argsort(points[:, 0], kind="stable")
+    first = points[order, 0]
+    tied = np.zeros(len(order), dtype=bool)
+    tied[1:] = first[1:] == first[:-1]
+    tied[:-1] |= tied[1:]
+    among = order[tied]
+    order[tied] = among[np.lexsort((codes[among], *points[among].T[::-1]))]
+    return order
+
+
 def _location_and_scale(
     points: Float[Array, "N D"], order: Int[Array, "N"]
 ) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
-    """Mean and standard deviation of each feature, summed in the given order."""
-    ordered = points[order]
-    return ordered.mean(axis=0), feature_scale(ordered)
+    """Mean and standard deviation of each feature, summed in the given order; see :func:`feature_scale`."""
+    if len(order) <= _ROWS_AT_ONCE:
+        ordered = points[order]
+        return ordered.mean(axis=0), feature_scale(ordered)
+    blocks = [order[start : start + _ROWS_AT_ONCE] for start in range(0, len(order), _ROWS_AT_ONCE)]
+    mean = sum(points[block].sum(axis=0) for block in blocks) / len(order)
+    scales = np.stack([np.abs(points[block] - mean).max(axis=0) for block in blocks]).max(axis=0)
+    unit = np.where(scales > 0, scales, 1.0)
+    squares = sum((((points[block] - mean) / unit) ** 2).sum(axis=0) for block in blocks)
+    deviation = unit * np.sqrt(squares / len(order))
+    return mean, scale_or_one(deviation, np.abs(mean) + scales)
 
 
 def _sample(order: Int[Array, "N"], codes: Int[Array, "N"], most: int | None) -> Int[Array, "n"]:
@@ -214,12 +243,22 @@ def _sample(order: Int[Array, "N"], codes: Int[Array, "N"], most: int | None) ->
     return order[kept]
 
 
-def _by_class(rows: Int[Array, "n"], codes: Int[Array, "N"]) -> Int[Array, "n"]:
-    """The rows class by class; the class of the first row comes first, so that names of classes do not matter."""
-    found, first = np.unique(codes[rows], return_index=True)
-    place = np.empty(len(found), dtype=np.int64)
-    place[np.argsort(first)] = np.arange(len(found))
-    return rows[np.argsort(place[codes[rows]], kind="stable")]
+def _by_class(points: Float[Array, "N D"], rows: Int[Array, "n"], codes: Int[Array, "N"]) -> Int[Array, "n"]:
+    """The rows class by class, in an order of the classes that does not depend on their names.
+
+    Classes are sorted by the places of their points. A place is the index of a distinct point.
+    """
+    place = np.zeros(len(rows), dtype=np.int64)
+    for start in range(1, len(rows), _ROWS_AT_ONCE):
+        here, before = rows[start : start + _ROWS_AT_ONCE], rows[start - 1 : start - 1 + _ROWS_AT_ONCE]
+        place[start : start + len(here)] = (points[here] != points[before[: len(here)]]).any(axis=1)
+    place = place.cumsum()
+    order = np.argsort(codes[rows], kind="stable")
+    found, starts = np.unique(codes[rows][order], return_index=True)
+    members = np.split(order, starts[1:])
+    # Big-endian bytes of non-negative numbers compare like the sequences of the numbers.
+    keys = [place[own].astype(">i8").tobytes() for own in members]
+    return rows[np.concatenate([members[i] for i in sorted(range(len(found)), key=keys.__getitem__)])]
 
 
 def _class_tasks(points: Float[Array, "N D"], codes: Int[Array, "N"], parameters: dict[str, Any]) -> list[ClassTask]:

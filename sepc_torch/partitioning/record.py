@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Rest = Literal["whole", "partitioned"]
+"""How a class of more than two is separated from the others; see :func:`~sepc_torch.partition`."""
 
 # Largest number of ellipsoids in a printed table. The last line gives the number of the others.
 _PRINTED = 24

@@ -124,8 +124,8 @@ class Steps:
             features, ellipsoids do not.
         tol: Relative gap to which ellipsoids are certified.
         solver: ``"native"`` or the name of an installed cvxpy solver.
-        cover_isolated: Whether isolated points get a ball each. Otherwise they lie in no ellipsoid; if all points of a
-            class are isolated, one terminal ellipsoid covers the class.
+        max_isolated: Largest number of isolated points that get a ball each; None for all. In a class with more, none
+            does. With a limit, a class whose points are all isolated gets one terminal ellipsoid instead of balls.
         tick: Callback for progress, called with the number of points that were just covered.
     """
 
@@ -138,11 +138,11 @@ class Steps:
         metric: Float[Array, "D"] | None = None,
         tol: float = 1e-7,
         solver: str = NATIVE,
-        cover_isolated: bool = True,
+        max_isolated: int | None = None,
         tick: Callable[[int], None] | None = None,
     ) -> None:
         self.max_impure, self.floor, self.dim, self.metric = max_impure, floor, dim, metric
-        self.tol, self.solver, self.cover_isolated, self.tick = tol, solver, cover_isolated, tick
+        self.tol, self.solver, self.max_isolated, self.tick = tol, solver, max_isolated, tick
 
     def _dim(self, points: Float[Array, "N D"]) -> int:
         return points.shape[1] if self.dim is None else self.dim
@@ -224,7 +224,7 @@ class Steps:
         return Piece(side, kind, iteration, ellipsoid, rows, rows[ellipsoid.support[on_surface]])
 
     def _whole(self, side: int, iteration: int, points: Float[Array, "N D"]) -> Piece:
-        """One terminal ellipsoid for a class whose points are all isolated and get no balls."""
+        """One terminal ellipsoid for a class whose points are all isolated."""
         return self._piece(side, Kind.TERMINAL, iteration, points, np.arange(len(points)), self._cover(points))
 
     def _balls(

@@ -1,0 +1,278 @@
+"""Sources of labelled embeddings that are read in chunks: arrays, batches with an encoder, Arrow and Parquet tables.
+
+:func:`embedding_source` finds the source for what a user passes.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.data.arrays import (
+    check_one_label_per_row,
+    float_rows,
+    label_array,
+    real_matrix,
+    refuse_columns,
+    rows_per_chunk,
+)
+from sepc_torch.shapes import Array, Float
+
+# Number of features that the number of rows of a record batch is chosen for; the length of lists is known only later.
+_ARROW_FEATURES = 512
+
+
+class EmbeddingSource(ABC):
+    """Labelled embeddings that can be read several times, a chunk of rows at a time.
+
+    Values are not checked: :func:`sepc_torch.head.passes.read` checks every chunk.
+    """
+
+    names: tuple[str, ...] | None = None
+    """Names of the features, or None."""
+
+    @abstractmethod
+    def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
+        """Read all rows: embeddings in float32 or float64, and their labels. Chunks may have any number of rows."""
+
+
+class ArraySource(EmbeddingSource):
+    """Embeddings in an array, a tensor or a DataFrame. Chunks are views where possible; nothing is copied as a whole.
+
+    >>> [labels.tolist() for _, labels in ArraySource([[0.0], [1.0], [2.0]], ["a", "b", "a"]).chunks()]
+    [['a', 'b', 'a']]
+    """
+
+    def __init__(self, embeddings: Any, labels: Any) -> None:
+        self._embeddings, self.names = real_matrix(embeddings)
+        self._labels = label_array(labels)
+        check_one_label_per_row(self._embeddings.shape[0], len(self._labels))
+
+    def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
+        """Read rows of the array."""
+        rows, features = self._embeddings.shape
+        step = rows_per_chunk(features)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield float_rows(self._embeddings, start, stop), self._labels[start:stop]
+
+
+class BatchSource(EmbeddingSource):
+    """Batches ``(inputs, labels)`` whose embeddings an encoder computes in every pass.
+
+    An iterator, such as a generator, can be read only once. Its embeddings are computed once and kept in memory, in
+    float32.
+
+    >>> source = BatchSource([(torch.ones(2, 3), torch.tensor([0, 1]))], lambda x: 2 * x)
+    >>> [(z.tolist(), labels.tolist()) for z, labels in source.chunks()]
+    [([[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]], [0, 1])]
+    """
+
+    def __init__(self, batches: Iterable[Any], encoder: Callable[[Any], Tensor]) -> None:
+        self._batches, self._encoder = batches, encoder
+        self._kept: list[tuple[Array, Any]] | None = None
+        if isinstance(batches, Iterator):
+            self._kept = list(self._encoded())
+
+    def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
+        """Encode the batches, or read the kept embeddings."""
+        return self._encoded() if self._kept is None else iter(self._kept)
+
+    def _encoded(self) -> Iterator[tuple[Array, Any]]:
+        for batch in self._batches:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+                raise TypeError(
+                    f"Every batch must be a pair (inputs, labels), got a {type(batch).__name__}{size}. Wrap it: "
+                    "TrustHead.fit(((b['x'], b['y']) for b in loader), encoder=...)."
+                )
+            yield _encode(self._encoder, batch[0]), batch[1]
+
+
+@torch.no_grad()
+def _encode(encoder: Callable[[Any], Tensor], inputs: Any) -> Float[Array, "n D"]:
+    """Run the encoder on a batch, in evaluation mode on its own device, and restore its training mode."""
+    module = encoder if isinstance(encoder, nn.Module) else None
+    was_training = module is not None and module.training
+    device = next((p.device for p in module.parameters()), None) if module is not None else None
+    try:
+        if module is not None:
+            module.eval()
+        z = encoder(inputs.to(device) if device is not None and isinstance(inputs, Tensor) else inputs)
+    finally:
+        if module is not None and was_training:
+            module.train()
+    if not isinstance(z, Tensor):
+        raise TypeError(
+            f"The encoder must return a tensor of embeddings, got a {type(z).__name__}; wrap the encoder and "
+            "return only the embeddings."
+        )
+    return z.flatten(1).float().cpu().numpy()
+
+
+class ArrowSource(EmbeddingSource):
+    """Embeddings in a ``pyarrow.Table`` or ``pyarrow.dataset.Dataset``.
+
+    One column holds the labels. The embeddings are all other columns, which must be numbers, or the only other column,
+    which must hold lists of numbers of equal length.
+
+    Args:
+        table: The table or dataset.
+        labels: Name of the label column.
+
+    >>> import pyarrow
+    >>> table = pyarrow.table({"a": [1.0, 2.0], "b": [3, 4], "kind": ["x", "y"]})
+    >>> [(z.tolist(), labels) for z, labels in ArrowSource(table, "kind").chunks()]
+    [([[1.0, 3.0], [2.0, 4.0]], ['x', 'y'])]
+    """
+
+    def __init__(self, table: Any, labels: Any) -> None:
+        _import_pyarrow()
+        import pyarrow.dataset
+
+        if not isinstance(table, (pyarrow.Table, pyarrow.dataset.Dataset)):
+            raise TypeError(
+                f"embeddings must be a pyarrow.Table or a pyarrow.dataset.Dataset, got {type(table).__name__}; make a "
+                "table of it, for example with pyarrow.Table.from_batches."
+            )
+        columns = table.schema.names
+        if not isinstance(labels, str) or labels not in columns:
+            raise ValueError(
+                f"labels must name the label column of the table, got {labels!r}; its columns are {', '.join(columns)}."
+            )
+        self._labels = labels
+        self._data = pyarrow.dataset.dataset(table) if isinstance(table, pyarrow.Table) else table
+        others = [field for field in table.schema if field.name != labels]
+        lists = [field.name for field in others if _is_list(field.type)]
+        if lists and len(others) > 1:
+            also = ", ".join(field.name for field in others if field.name != lists[0])
+            raise ValueError(
+                f"The list column {lists[0]!r} must be the only column besides the labels, got also {also}. Select "
+                f"the two columns first, for example table.select([{lists[0]!r}, {labels!r}])."
+            )
+        values = [field.type.value_type if lists else field.type for field in others]
+        refuse_columns([f.name for f, kind in zip(others, values, strict=True) if not _is_number(kind)])
+        if not others:
+            raise ValueError(f"The table has no column besides the labels {labels!r}; add the embeddings.")
+        self._columns = [field.name for field in others]
+        self._list = bool(lists)
+        self.names = None if lists else tuple(self._columns)
+        # float32 holds half precision exactly and takes half the memory of float64.
+        self._type = pyarrow.float32() if all(map(_fits_float32, values)) else pyarrow.float64()
+
+    def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
+        """Read record batches."""
+        # Arrow reads 16 batches ahead by default, which would be most of the memory of a fit.
+        batches = self._data.to_batches(
+            columns=[*self._columns, self._labels],
+            batch_size=rows_per_chunk(max(len(self._columns), _ARROW_FEATURES)),
+            batch_readahead=1,
+            fragment_readahead=1,
+        )
+        rows = 0
+        for batch in batches:
+            if batch.num_rows:
+                columns = [batch.column(name) for name in self._columns]
+                yield self._matrix(columns, rows), batch.column(self._labels).to_pylist()
+                rows += batch.num_rows
+        if not rows:
+            raise ValueError(
+                "The table has no rows: there is nothing to fit. Check the file, or the filter of the rows."
+            )
+
+    def _matrix(self, columns: list[Any], before: int) -> Float[Array, "n D"]:
+        """The embeddings of a record batch; missing values become NaN. ``before`` is the number of earlier rows."""
+        if not self._list:
+            return np.stack([self._floats(column) for column in columns], axis=1)
+        import pyarrow.compute
+
+        lengths = pyarrow.compute.list_value_length(columns[0]).to_numpy(zero_copy_only=False)
+        wrong = np.flatnonzero(lengths != lengths[0])
+        if np.isnan(lengths[0]) or len(wrong):
+            row = 0 if np.isnan(lengths[0]) else int(wrong[0])
+            no_list = np.isnan(lengths[row])
+            found = "no list" if no_list else f"{lengths[row]:.0f} values, but row {before} holds {lengths[0]:.0f}"
+            raise ValueError(
+                f"Row {before + row} of the column {self._columns[0]!r} holds {found}; every row needs an embedding of "
+                "the same length. Drop those rows."
+            )
+        return self._floats(columns[0].flatten()).reshape(len(columns[0]), -1)
+
+    def _floats(self, column: Any) -> Float[Array, "n"]:
+        """A column in float32 or float64; integers beyond 2**53 are rounded, as in NumPy."""
+        return column.cast(self._type, safe=False).to_numpy(zero_copy_only=False)
+
+
+def _parquet_dataset(path: Path) -> Any:
+    """The dataset of a Parquet file, or of all Parquet files in a folder."""
+    _import_pyarrow()
+    import pyarrow.dataset
+
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files or files[0].suffix != ".parquet":
+        raise ValueError(
+            f"embeddings must be the path of a .parquet file or of a folder of such files, got {str(path)!r}. Load "
+            "other files first, for example with numpy.load(path, mmap_mode='r')."
+        )
+    if not files[0].is_file():
+        raise FileNotFoundError(f"There is no file {str(path)!r}.")
+    return pyarrow.dataset.dataset([str(file) for file in files], format="parquet")
+
+
+def _import_pyarrow() -> None:
+    try:
+        import pyarrow  # noqa: F401 - only whether it is installed
+    except ImportError as error:
+        raise ImportError("Arrow tables and Parquet files need pyarrow. Install it: pip install pyarrow.") from error
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
+
+
+def _fits_float32(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_float32(kind) or types.is_float16(kind)
+
+
+def embedding_source(embeddings: Any, labels: Any, encoder: Callable[[Any], Tensor] | None) -> EmbeddingSource:
+    """Return the source of the embeddings and labels that a user passes to a fit.
+
+    Args:
+        embeddings: An array, tensor, list or DataFrame of embeddings; an Arrow table or dataset; the path of a Parquet
+            file or of a folder of Parquet files; with an encoder, an iterable of batches (inputs, labels).
+        labels: The labels; with Arrow and Parquet the name of the label column; None with an encoder.
+        encoder: A function or module from inputs to embeddings, or None.
+    """
+    if encoder is not None:
+        if labels is not None:
+            raise ValueError("With an encoder the batches contain the labels; do not give labels as well.")
+        return BatchSource(embeddings, encoder)
+    if isinstance(embeddings, (str, os.PathLike)):
+        return ArrowSource(_parquet_dataset(Path(embeddings)), labels)
+    if type(embeddings).__module__.startswith("pyarrow"):
+        return ArrowSource(embeddings, labels)
+    if not isinstance(embeddings, (Tensor, np.ndarray, list, tuple)) and not hasattr(embeddings, "columns"):
+        raise TypeError(
+            f"embeddings must be an array or a tensor, got {type(embeddings).__name__}; batches need an encoder. "
+            "Pass encoder=."
+        )
+    if labels is None:
+        raise ValueError("labels are missing; only batches with an encoder contain labels. Pass labels=.")
+    return ArraySource(embeddings, labels)
