@@ -45,7 +45,7 @@ BATCH = 250
 ONE_THREAD = ("clinc", "hundred", "growth", "rest")
 
 
-def embeddings(count: int, dim: int, classes: int, seed: int, spread: float = 0.45) -> tuple[Array, Array]:
+def embeddings(count: int, dim: int, classes: int, seed: int, spread: float = 1.6) -> tuple[Array, Array]:
     """Synthetic embeddings in float32, and their classes; the mean length of a centre is 1, of the noise ``spread``."""
     rng = np.random.default_rng(seed)
     rank = min(dim, 64)
@@ -140,7 +140,7 @@ def growth(smoke: bool, seed: int) -> dict[str, Any]:
 
 
 def _partition_seconds(count: int, classes: int, seed: int) -> dict[str, Any]:
-    x, y = embeddings(count, 16, classes, seed, spread=0.35)
+    x, y = embeddings(count, 16, classes, seed, spread=0.8)
     part, _, cpu = timed(lambda: partition(x, y, max_impure=max(2, count // classes // 100), progress=False))
     return {"points": count, "classes": classes, "cpu_s": cpu, "ellipsoids": len(part)}
 

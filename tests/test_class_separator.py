@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +65,37 @@ def test_equal_points_of_all_classes_are_terminal(rng: Rng) -> None:
 
 @pytest.mark.parametrize("dim", [3, 12])
 def test_screening_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    x, y = overlapping(rng, 3200, dim, 5, apart=12.0 / dim)
-    original, kept = OtherPoints.within, []
+    x, y = overlapping(rng, 6000, dim, 5, apart=20.0 / dim)
+    original, kept = OtherPoints.near, []
 
-    def counting(self: OtherPoints, *query: Any) -> Array:
-        found = original(self, *query)
-        kept.append(len(found) / len(self))
-        return found
+    def counting(self: OtherPoints, *query: Any) -> Iterator[Array]:
+        for block in original(self, *query):
+            kept.append(len(block) / 4096)
+            yield block
 
-    monkeypatch.setattr(OtherPoints, "within", counting)
+    monkeypatch.setattr(OtherPoints, "near", counting)
     screened = partition(x, y, max_impure=20)
-    assert min(kept) < 0.5, "nothing was screened"
-    monkeypatch.setattr(OtherPoints, "within", lambda self, *query: self.all())
+    assert min(kept) < 0.2, "nothing was screened"
+    monkeypatch.setattr(OtherPoints, "near", lambda self, *query: iter([self.all()]))
     assert bits(partition(x, y, max_impure=20)) == bits(screened)
 
 
 @pytest.mark.parametrize("dim", [2, 5, 16])
 def test_screening_keeps_every_point_within_the_level(rng: Rng, dim: int) -> None:
-    points = rng.normal(size=(9000, dim))
-    others = OtherPoints(points, 1000, 2000)
-    rest = np.concatenate([points[:1000], points[2000:]])
+    points, codes = rng.normal(size=(9000, dim)), rng.integers(0, 9, size=9000)
+    others, rest = OtherPoints(points, codes, 3), points[codes != 3]
     factor, center = rng.normal(size=(dim, dim)), rng.normal(size=dim)
     squares = np.sum(((rest - center) @ factor.T) ** 2, axis=1)
     level = float(np.quantile(squares, 0.05))
-    near = others.within(center, factor, level)
-    assert len(others) == 8000
+    near = np.concatenate(list(others.near(center, factor, level)))
+    assert len(others) == len(rest)
     assert len(near) < len(others)
-    wanted = {row.tobytes() for row in rest[squares <= level]}
-    assert wanted <= {row.tobytes() for row in near}
-    assert OtherPoints(points[:100], 10, 20).within(center, factor, level).shape == (90, dim)
+    wanted = [row.tobytes() for row in rest[squares <= level]]
+    found = {row.tobytes(): i for i, row in enumerate(near)}
+    places = [found[row] for row in wanted]
+    assert places == sorted(places), "the order of the rows is lost"
+    few = OtherPoints(points[:100], codes[:100], 3)
+    assert len(few) == len(np.concatenate(list(few.near(center, factor, level)))) == np.count_nonzero(codes[:100] != 3)
 
 
 def test_partitioned_is_the_papers_one_versus_rest(rng: Rng) -> None:
@@ -116,8 +119,10 @@ def test_a_limit_of_isolated_points(rng: Rng, classes: int) -> None:
     x, y = overlapping(rng, 160, 4, classes, apart=0.5)
     x, y = np.concatenate([x, 40.0 + rng.normal(size=(2, 4))]), np.append(y, [classes, classes])
     balls = partition(x, y, max_impure=0)
-    isolated = sum(e.kind is Kind.ISOLATED and e.label < classes for e in balls.ellipsoids)
+    covered = {e.label for e in balls.ellipsoids if e.kind is not Kind.ISOLATED}
+    isolated = sum(e.kind is Kind.ISOLATED and e.label in covered for e in balls.ellipsoids)
     assert isolated
+    assert classes not in covered
     for limit in (isolated - 1, isolated):
         limited = partition(x, y, max_impure=0, max_isolated=limit)
         (last,) = [e for e in limited.ellipsoids if e.label == classes]
@@ -125,9 +130,9 @@ def test_a_limit_of_isolated_points(rng: Rng, classes: int) -> None:
         kept = [
             b
             for b, e in zip(bits(balls), balls.ellipsoids, strict=True)
-            if e.label < classes and (e.kind is not Kind.ISOLATED or limit == isolated)
+            if e.label in covered and (e.kind is not Kind.ISOLATED or limit == isolated)
         ]
-        assert [b for b in bits(limited) if b[0] != classes] == kept
+        assert [b for b in bits(limited) if b[0] in covered] == kept
         assert limited.counts.sum() == len(x), "an uncovered point is not counted"
 
 
@@ -157,13 +162,13 @@ class MemoryTask(ClassTask):
 
     def run(self, tick: Any = None) -> Separation:
         report = f"{os.getpid()} {type(self.points).__name__} {getattr(self.points, 'filename', None)}"
-        (self.parameters["folder"] / str(self.start)).write_text(report)
+        (self.parameters["folder"] / str(self.code)).write_text(report)
         return Separation((), ())
 
 
 def test_processes_share_one_copy_of_the_points(rng: Rng, tmp_path: Path) -> None:
-    points = rng.normal(size=(40_000, 8))
-    tasks = [MemoryTask(points, a, a + 10_000, {"folder": tmp_path}) for a in range(0, 40_000, 10_000)]
+    points, codes = rng.normal(size=(40_000, 8)), rng.integers(0, 4, size=40_000)
+    tasks = [MemoryTask(points, codes, code, {"folder": tmp_path}) for code in range(4)]
     run_all(tasks, n_jobs=2, progress=False)
     processes, kinds, files = zip(*(path.read_text().split() for path in tmp_path.iterdir()), strict=True)
     assert len(files) == 4

@@ -425,7 +425,8 @@ SETS: dict[str, Callable[[], tuple[Array, Array]]] = {
 @pytest.mark.parametrize("name", [pytest.param(s, marks=pytest.mark.slow if s == "wdbc" else ()) for s in SETS])
 def test_a_cvxpy_solver_gives_the_same_partition(name: str) -> None:
     x, y = SETS[name]()
-    native, by_cvxpy = partition(x, y), partition(x, y, solver="CLARABEL")
+    # With rest="whole" directions depend on how accurately an ellipsoid is known, which differs between solvers.
+    native, by_cvxpy = (partition(x, y, solver=solver, rest="partitioned") for solver in ("native", "CLARABEL"))
     assert summary(native) == summary(by_cvxpy)
     for a, b in zip(native.ellipsoids, by_cvxpy.ellipsoids, strict=True):
         assert a.log_volume == pytest.approx(b.log_volume, abs=1e-5)

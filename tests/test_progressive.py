@@ -45,12 +45,16 @@ def around(rng: np.random.Generator, e: Ellipsoid, count: int = 60) -> Array:
 
 
 def holds_more_than(covering: ProgressiveEllipsoid, limit: int, others: Array) -> bool:
-    """Whether the query finds more than ``limit`` points inside; the points that it returns include them."""
-    found = covering.intruders(limit, OtherPoints(others))
-    if found is not None:
-        inside = others[covering.exact().contains(others)]
-        assert {row.tobytes() for row in inside} <= {row.tobytes() for row in found}
-    return found is not None
+    """Whether the query finds more than ``limit`` points inside; it also returns these points, perhaps with others."""
+    answer = covering.holds_more_than(limit, OtherPoints(others))
+    for enough in (len(others), limit + 2):
+        found = covering.intruders(limit, OtherPoints(others), enough)
+        assert (found is not None) == answer
+        if found is not None:
+            inside = {row.tobytes() for row in others[covering.exact().contains(others)]}
+            assert limit < len(found) <= max(enough, limit + 1)
+            assert inside <= {row.tobytes() for row in found} or len(found) == enough
+    return answer
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -90,7 +94,7 @@ def test_intersection_gives_the_exact_answer(rng: np.random.Generator, shape: st
 def test_the_exact_ellipsoid_after_a_query(rng: np.random.Generator, shape: str) -> None:
     points = shaped(rng, shape, 3)
     begun, exact = ProgressiveEllipsoid(points, TOL, FLOOR), minimum_volume_ellipsoid(points, floor=FLOOR, tol=TOL)
-    begun.intruders(3, OtherPoints(around(rng, exact)))
+    begun.intruders(3, OtherPoints(around(rng, exact)), 10)
     assert begun.exact().log_volume == pytest.approx(exact.log_volume, abs=1e-5)
     assert begun.exact().contains(points).all()
 

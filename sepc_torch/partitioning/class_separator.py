@@ -2,14 +2,16 @@ r"""Cover one class with ellipsoids and leave the other classes as they are, for
 
 The paper separates a class from the rest by covering both, and throws the ellipsoids of the rest away. Here only the
 class is covered. An ellipsoid covers all remaining points of the class. While it holds more than ``max_impure`` points
-of other classes, Algorithm 2 selects points away from those that lie inside: with the closest points :math:`c, d` of
+of other classes, Algorithm 2 selects points away from those in the ellipsoid: with the closest points :math:`c, d` of
 the reduced hulls of the covered points and of the points inside, :math:`w = c - d`, it keeps the points with
-:math:`x^\top w \ge c^\top w`. The points of the pure ellipsoid are then removed from the class, and the next iteration
-covers the others.
+:math:`x^\top w \ge c^\top w`. The points inside need not be exact for that: an enclosure of the ellipsoid and a sample
+of many points suffice. The points of the pure ellipsoid are then removed from the class, and the next iteration covers
+the others.
 
 No point of another class is ever removed. So no ellipsoid holds more than ``max_impure`` of *all* points of other
 classes, except terminal ellipsoids, which cover points that no direction separates. The work for a class depends on its
-own points and on the points near it; far points are only screened (:mod:`sepc_torch.solvers.other_points`).
+own points and on the points near it. Only the test of a nearly pure ellipsoid passes over all points, and far points
+are screened (:mod:`sepc_torch.solvers.other_points`).
 """
 
 from __future__ import annotations

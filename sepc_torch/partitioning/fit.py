@@ -32,7 +32,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEl
 from sepc_torch.partitioning.cells import ledger
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane, Rest
 from sepc_torch.partitioning.steps import Separation
-from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, run_all
+from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, canonical_order, run_all
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 from sepc_torch.solvers.affine_hull import affine_hull, stretched
@@ -144,12 +144,12 @@ def partition(
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
     # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
-    order = _canonical_order(data.points, data.codes)
+    order = canonical_order(data.points, data.codes)
     mean, unit = _location_and_scale(data.points, order)
     paper = len(data.classes) == 2 or rest == "partitioned"
     rows = _sample(order, data.codes, max_per_class)
     if not paper:
-        rows = _by_class(data.points, rows, data.codes)
+        rows = _shuffled(data.points, rows)
     standard = data.points[rows]
     standard -= mean
     standard /= unit
@@ -199,21 +199,6 @@ def partition(
     )
 
 
-def _canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"]) -> Int[Array, "N"]:
-    """Rows sorted by the first feature, then by the others, then by class.
-
-    Only rows that agree in the first feature need the others.
-    """
-    order = np.argsort(points[:, 0], kind="stable")
-    first = points[order, 0]
-    tied = np.zeros(len(order), dtype=bool)
-    tied[1:] = first[1:] == first[:-1]
-    tied[:-1] |= tied[1:]
-    among = order[tied]
-    order[tied] = among[np.lexsort((codes[among], *points[among].T[::-1]))]
-    return order
-
-
 def _location_and_scale(
     points: Float[Array, "N D"], order: Int[Array, "N"]
 ) -> tuple[Float[Array, "D"], Float[Array, "D"]]:
@@ -243,29 +228,23 @@ def _sample(order: Int[Array, "N"], codes: Int[Array, "N"], most: int | None) ->
     return order[kept]
 
 
-def _by_class(points: Float[Array, "N D"], rows: Int[Array, "n"], codes: Int[Array, "N"]) -> Int[Array, "n"]:
-    """The rows class by class, in an order of the classes that does not depend on their names.
+def _shuffled(points: Float[Array, "N D"], rows: Int[Array, "n"]) -> Int[Array, "n"]:
+    """The rows in a fixed random order. Equal points stay together, so that the names of the classes do not matter.
 
-    Classes are sorted by the places of their points. A place is the index of a distinct point.
+    The first points of other classes in an ellipsoid, in this order, are then a random sample of them.
     """
-    place = np.zeros(len(rows), dtype=np.int64)
+    place = np.zeros(len(rows), dtype=np.int64)  # index of the distinct point of each row
     for start in range(1, len(rows), _ROWS_AT_ONCE):
-        here, before = rows[start : start + _ROWS_AT_ONCE], rows[start - 1 : start - 1 + _ROWS_AT_ONCE]
-        place[start : start + len(here)] = (points[here] != points[before[: len(here)]]).any(axis=1)
+        here = rows[start : start + _ROWS_AT_ONCE]
+        before = rows[start - 1 : start - 1 + len(here)]
+        place[start : start + len(here)] = (points[here] != points[before]).any(axis=1)
     place = place.cumsum()
-    order = np.argsort(codes[rows], kind="stable")
-    found, starts = np.unique(codes[rows][order], return_index=True)
-    members = np.split(order, starts[1:])
-    # Big-endian bytes of non-negative numbers compare like the sequences of the numbers.
-    keys = [place[own].astype(">i8").tobytes() for own in members]
-    return rows[np.concatenate([members[i] for i in sorted(range(len(found)), key=keys.__getitem__)])]
+    return rows[np.argsort(np.random.default_rng(0).permutation(int(place[-1]) + 1)[place], kind="stable")]
 
 
 def _class_tasks(points: Float[Array, "N D"], codes: Int[Array, "N"], parameters: dict[str, Any]) -> list[ClassTask]:
-    """One run for each class; the rows of a class are contiguous."""
-    ends = np.flatnonzero(np.diff(codes, append=-1)) + 1
-    starts = np.concatenate([[0], ends[:-1]])
-    return [ClassTask(points, a, b, parameters) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    """One run for each class."""
+    return [ClassTask(points, codes, code, parameters) for code in range(int(codes.max()) + 1)]
 
 
 def _pair_tasks(points: Float[Array, "N D"], codes: Int[Array, "N"], parameters: dict[str, Any]) -> list[PairTask]:

@@ -27,6 +27,9 @@ _TIE = 1e-7
 _ON_SURFACE = 1e-4
 # Hulls count as touching when c and d are closer than this share of the data's extent.
 _COINCIDENT = 1e-7
+# A direction leads away from at most twice as many points as are covered, but at least this many if there are more:
+# more points would hardly change the direction.
+_ENOUGH_INTRUDERS = 512
 # Squared distance of the points that count as inside a ball.
 _BALL_LEVEL = (1.0 + SURFACE_TOLERANCE) ** 2
 
@@ -68,8 +71,11 @@ class Covering(Protocol):
     def exact(self) -> MinimumVolumeEllipsoid:
         """The ellipsoid, solved to the tolerance."""
 
-    def intruders(self, limit: int, others: OtherPoints) -> Float[Array, "m D"] | None:
-        """The points of ``others`` that lie inside; None if they are at most ``limit``."""
+    def holds_more_than(self, limit: int, others: OtherPoints) -> bool:
+        """Whether more than ``limit`` of the other points lie inside."""
+
+    def intruders(self, limit: int, others: OtherPoints, enough: int) -> Float[Array, "m D"] | None:
+        """At most ``enough`` other points in or near the ellipsoid; None if at most ``limit`` lie inside."""
 
     def subset(self, rows: Int[Array, "n"]) -> Covering:
         """The covering of the points in the given rows."""
@@ -88,10 +94,13 @@ class _CvxpyCovering:
     def exact(self) -> MinimumVolumeEllipsoid:
         return self._ellipsoid
 
-    def intruders(self, limit: int, others: OtherPoints) -> Float[Array, "m D"] | None:
+    def holds_more_than(self, limit: int, others: OtherPoints) -> bool:
+        return int(np.count_nonzero(self._ellipsoid.contains(others.all()))) > limit
+
+    def intruders(self, limit: int, others: OtherPoints, enough: int) -> Float[Array, "m D"] | None:
         points = others.all()
         inside = points[self._ellipsoid.contains(points)]
-        return inside if len(inside) > limit else None
+        return inside[: max(enough, limit + 1)] if len(inside) > limit else None
 
 
 class Shrunk(NamedTuple):
@@ -185,18 +194,25 @@ class Steps:
             others: The points that may not lie inside.
             members: Rows of the first selection.
             covering: Their ellipsoid, if it is known.
-            rest: The points that the selection moves away from; by default those of the others that lie inside.
+            rest: The points that the selection moves away from. By default those of the others that lie inside, or the
+                first of them if there are many.
         """
         dim, first, direction = self._dim(own), None, None
         away = None if rest is None else self._in_metric(rest)
         if covering is None and len(members) > dim:
             covering = self._cover(own[members])
         while covering is not None:
-            intruders = covering.intruders(self.max_impure, others)
-            if intruders is None:
+            against = away
+            if away is not None:
+                pure = not covering.holds_more_than(self.max_impure, others)
+            else:
+                found = covering.intruders(self.max_impure, others, max(_ENOUGH_INTRUDERS, 2 * len(members)))
+                against = None if found is None else self._in_metric(found)
+                pure = found is None
+            if pure or against is None:
                 return Shrunk(members, covering, True, first)
             points = self._in_metric(own[members])
-            for c, d in self._directions(points, self._in_metric(intruders) if away is None else away, direction):
+            for c, d in self._directions(points, against, direction):
                 beyond = rows_beyond(points, c - d, c)
                 if 0 < len(beyond) < len(points):
                     break
@@ -241,8 +257,8 @@ class Steps:
         for i in range(len(places)):
             ball = Ellipsoid.ball(places[i], self.floor)
             # Points of both sets at one location cannot be separated: a ball that holds too many others is terminal.
-            near = others.within(ball.center, ball.whitener, _BALL_LEVEL)
-            impure = int(np.count_nonzero(ball.contains(near))) > self.max_impure
+            near = others.near(ball.center, ball.whitener, _BALL_LEVEL)
+            impure = sum(int(np.count_nonzero(ball.contains(block))) for block in near) > self.max_impure
             members = rows[place.ravel() == i]
             kind = Kind.TERMINAL if impure else Kind.ISOLATED
             pieces.append(Piece(side, kind, iteration, ball, members, members[:1]))

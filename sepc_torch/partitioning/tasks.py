@@ -22,28 +22,28 @@ from sepc_torch.solvers.other_points import OtherPoints
 
 
 class ClassTask(NamedTuple):
-    """Cover the class in the rows from ``start`` to ``stop`` and leave the other rows as they are."""
+    """Cover the class in the rows with ``codes`` equal to ``code``, and leave the other rows as they are."""
 
     points: Float[Array, "N D"]
-    start: int
-    stop: int
+    codes: Int[Array, "N"]
+    code: int
     parameters: dict[str, Any]
 
     @property
     def size(self) -> int:
         """Number of points that the run covers."""
-        return self.stop - self.start
+        return int(np.count_nonzero(self.codes == self.code))
 
     def sides(self) -> tuple[Int[Array, "n"], ...]:
         """The rows of each set that the run covers."""
-        return (np.arange(self.start, self.stop),)
+        rows = np.flatnonzero(self.codes == self.code)
+        return (rows[canonical_order(self.points[rows])],)
 
     def run(self, tick: Callable[[int], None] | None = None) -> Separation:
         """Run the task."""
+        others = OtherPoints(self.points, self.codes, self.code)
         with one_thread():
-            separator = ClassSeparator(**self.parameters, tick=tick)
-            own = np.array(self.points[self.start : self.stop])
-            return separator.separate(own, OtherPoints(self.points, self.start, self.stop))
+            return ClassSeparator(**self.parameters, tick=tick).separate(self.points[self.sides()[0]], others)
 
 
 class PairTask(NamedTuple):
@@ -106,3 +106,22 @@ def run_all(tasks: Sequence[Task], n_jobs: int | None, progress: Choice) -> list
 def separate(task: Task) -> Separation:
     """Run one task; a function of its own, so that every backend can send it."""
     return task.run()
+
+
+def canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"] | None = None) -> Int[Array, "N"]:
+    """Rows sorted by the first feature, then by the others, then by class.
+
+    Only rows that agree in the first feature need the others.
+
+    >>> canonical_order(np.array([[2.0, 0.0], [1.0, 5.0], [1.0, 4.0]])).tolist()
+    [2, 1, 0]
+    """
+    order = np.argsort(points[:, 0], kind="stable")
+    first = points[order, 0]
+    tied = np.zeros(len(order), dtype=bool)
+    tied[1:] = first[1:] == first[:-1]
+    tied[:-1] |= tied[1:]
+    among = order[tied]
+    last = () if codes is None else (codes[among],)
+    order[tied] = among[np.lexsort((*last, *points[among].T[::-1]))]
+    return order

@@ -1,14 +1,15 @@
 r"""Lazily refined minimum-volume ellipsoid (program (2)): solved only as accurately as each query requires.
 
-The partition algorithm asks two queries: which points of other classes an ellipsoid contains, if they are more than a
-given number, and whether two ellipsoids intersect. A coarse design with its enclosure
+The partition algorithm asks whether an ellipsoid contains more than a given number of points of other classes, which
+they are, and whether two ellipsoids intersect. A coarse design with its enclosure
 :math:`E_- \subseteq E_\star \subseteq E_+` (:mod:`sepc_torch.solvers.d_optimal`) answers most queries. If it does not
-decide a query, the design is refined. Every answer is that of the exact ellipsoid :math:`E_\star`.
+decide a query, the design is refined. Every yes or no is that of the exact ellipsoid :math:`E_\star`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ from sepc_torch.solvers.other_points import OtherPoints
 _STAGES = (0.3, 0.05, 5e-3, 2e-4)
 # A design whose first gap is at most this large is tried before any refinement.
 _FIRST_GAP = 2.0
+# Against more points than this, a query starts at a smaller gap: in many dimensions a coarse enclosure is so large that
+# it excludes few points, and a pass over all of them takes longer than the refinement.
+_MANY_OTHERS = 4096
+_FIRST_GAP_OF_MANY = 5e-3
 
 
 class ProgressiveEllipsoid:
@@ -79,28 +84,53 @@ class ProgressiveEllipsoid:
             self._exact = from_weights(self.points, self._hull, self._design.support, self._design.weights, self.floor)
         return self._exact
 
-    def intruders(self, limit: int, others: OtherPoints) -> Float[Array, "m D"] | None:
-        """The other points that lie inside or on the surface; None if they are at most ``limit``."""
-        if len(others) <= limit:
-            return None
-        inside: list[Float[Array, "m D"]] = []
-        undecided: Float[Array, "m D"] | None = None
-        for view in self._views():
-            if undecided is None:
-                undecided = others.within(view.center, view.factor, view.farthest_level())
-            held, outside = view.sides(undecided)
-            inside.append(undecided[held])
-            undecided = undecided[~(held | outside)]
-            certain = sum(map(len, inside))
-            if certain + len(undecided) <= limit:
+    def holds_more_than(self, limit: int, others: OtherPoints) -> bool:
+        """Whether more than ``limit`` of the other points lie inside or on the surface."""
+        return any(
+            found.certain > limit
+            for found in self._searches(others, limit + 1)
+            if found.certain > limit or found.possible <= limit
+        )
+
+    def intruders(self, limit: int, others: OtherPoints, enough: int) -> Float[Array, "m D"] | None:
+        """The other points that the enclosure does not exclude; None if at most ``limit`` lie inside or on the surface.
+
+        The enclosure is the first that shows that more than ``limit`` points lie inside. Of more than ``enough`` points
+        the first ``enough`` are returned, in the order of ``others``.
+        """
+        enough = max(enough, limit + 1)
+        for found in self._searches(others, enough):
+            if found.possible <= limit:
                 return None
-            if not len(undecided):
-                return np.concatenate(inside)
+            if found.certain > limit:
+                break
+        return found.points[found.inside | found.undecided][:enough]
+
+    def _searches(self, others: OtherPoints, enough: int) -> Iterator[_Search]:
+        """Search for the other points inside, ever more exactly; the last search leaves no point undecided.
+
+        The search ends early as soon as ``enough`` points certainly lie inside. The points before the end of the search
+        then include the first ``enough`` points inside.
+        """
+        found: _Search | None = None
+        for view in self._views(_FIRST_GAP if len(others) <= _MANY_OTHERS else _FIRST_GAP_OF_MANY):
+            if found is None:
+                blocks = others.near(view.center, view.factor, view.farthest_level())
+                found = _search(blocks, view.sides, enough)
+            else:
+                found.refine(view.sides)
+            yield found
         exact = self.exact()
-        if undecided is None:
-            undecided = others.within(exact.center, exact.whitener, (1.0 + SURFACE_TOLERANCE) ** 2)
-        inside.append(undecided[exact.contains(undecided)])
-        return np.concatenate(inside) if sum(map(len, inside)) > limit else None
+
+        def sides(z: Float[Array, "M D"]) -> tuple[Bool[Array, "M"], Bool[Array, "M"]]:
+            inside = exact.contains(z)
+            return inside, ~inside
+
+        if found is None:
+            found = _search(others.near(exact.center, exact.whitener, (1.0 + SURFACE_TOLERANCE) ** 2), sides, enough)
+        else:
+            found.refine(sides)
+        yield found
 
     def intersects(self, other: ProgressiveEllipsoid) -> bool:
         """Whether the two ellipsoids have a point in common."""
@@ -117,14 +147,14 @@ class ProgressiveEllipsoid:
         """Whether the floor is inactive, so that the enclosure of the ellipsoid without a floor is valid."""
         return any(view.thinnest() >= self.floor for view in self._views())
 
-    def _views(self) -> Iterator[_View]:
-        """Successively tighter enclosures; none once the exact ellipsoid is known."""
+    def _views(self, coarsest: float = _FIRST_GAP) -> Iterator[_View]:
+        """Successively tighter enclosures from the gap ``coarsest`` on; none once the exact ellipsoid is known."""
         if self._exact is not None:
             return
-        if self._design.gap <= _FIRST_GAP:
+        if self._design.gap <= coarsest:
             yield self._view()
         for stage in _STAGES:
-            if self._design.gap > stage:
+            if stage <= coarsest and self._design.gap > stage:
                 self._design.refine(stage)
                 yield self._view()
 
@@ -134,6 +164,50 @@ class ProgressiveEllipsoid:
         factor = self._hull.in_callers_coordinates(inverse_root(y - middle, weights))
         center = self._hull.origin + weights @ (self.points[self._design.support] - self._hull.origin)
         return _View(self._hull, center, factor, self._design.bounds, self.floor)
+
+
+Sides = Callable[[Array], tuple[Array, Array]]
+
+
+@dataclass
+class _Search:
+    """Points that may lie inside an ellipsoid: those certainly inside, and those undecided."""
+
+    points: Float[Array, "m D"]
+    inside: Bool[Array, "m"]
+    undecided: Bool[Array, "m"]
+
+    @property
+    def certain(self) -> int:
+        """Number of points that certainly lie inside."""
+        return int(np.count_nonzero(self.inside))
+
+    @property
+    def possible(self) -> int:
+        """Number of points that may lie inside."""
+        return self.certain + int(np.count_nonzero(self.undecided))
+
+    def refine(self, sides: Sides) -> None:
+        """Decide more points by masks of those certainly inside and certainly outside."""
+        rows = np.flatnonzero(self.undecided)
+        inside, outside = sides(self.points[rows])
+        self.inside[rows] = inside
+        self.undecided[rows] = ~(inside | outside)
+
+
+def _search(blocks: Iterator[Float[Array, "m D"]], sides: Sides, enough: int) -> _Search:
+    """Search block by block until ``enough`` points certainly lie inside."""
+    points, inside, certain = [], [], 0
+    for block in blocks:
+        held, outside = sides(block)
+        kept = ~outside
+        points.append(block[kept])
+        inside.append(held[kept])
+        certain += int(np.count_nonzero(held))
+        if certain >= enough:
+            break
+    held = np.concatenate(inside)
+    return _Search(np.concatenate(points), held, ~held)
 
 
 class _View(NamedTuple):
