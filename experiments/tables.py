@@ -1,4 +1,4 @@
-"""Tables of speed, solvers, layers and active learning, each from the JSON of its script."""
+"""Tables of speed, large fits, solvers, layers and active learning, each from the JSON of its script."""
 
 from __future__ import annotations
 
@@ -46,6 +46,69 @@ def partitions() -> str:
     )
     claim = f"Growth from 10 000 to 50 000 points, exponents of three draws: {growth}."
     return f"A whole partition:\n\n{table(header, rows)}\n\n{claim}"
+
+
+def large_fits() -> str:
+    results = load("large_fits")
+    dim, runs = results["dim"], results["runs"]
+    costs = "; ".join(
+        f"{name}: {1e6 * found['cost']['own_s']:.1f} µs for each point of the class and "
+        f"{1e6 * found['cost']['rest_s']:.1f} µs for each point of other classes, with errors of up to "
+        f"{found['cost']['largest_error']:.0%}"
+        for name, found in runs.items()
+    )
+    largest = max(r["rest"] for found in runs.values() for r in found["rows"])
+    measured = (
+        f"Time of a class in {dim} dimensions, with up to {_thousands(largest)} points of other classes: {costs}."
+    )
+    workers = list(results["simulated"][0]["wall_s"])
+    rows = [
+        [
+            f"{_fit_size(r)}, {r['data']}",
+            "" if r["cap"] is None else str(r["cap"]),
+            _bytes(r["points_bytes"]),
+            _duration(r["cpu_s"]),
+            *(_duration(r["wall_s"][count]) for count in workers),
+        ]
+        for r in results["simulated"]
+    ]
+    header = ["rows x classes", "`max_per_class`", "points", "CPU time", *(f"{count} workers" for count in workers)]
+    simulated = (
+        "Simulated from these costs, with log-normal class sizes. The points are what travels once to each machine "
+        "(Ray) or each process (Dask)"
+    )
+    counts = [
+        [_fit_size(r), _bytes(r["memory_bytes"]), _bytes(r["count_bytes"]), _duration(r["count_s"])]
+        for r in results["calling_process"]
+    ]
+    own = (
+        f"With few ellipsoids, `partition` allocates {results['memory_copies']:.1f} copies of the points in float64 in "
+        "the calling process (measured). The counts of one ellipsoid for each class add memory (computed) and time on "
+        "one core (from the measured time for each point and ellipsoid)"
+    )
+    count_header = ["rows x classes", "memory with few ellipsoids", "memory of the counts", "CPU time of the counts"]
+    return f"{measured}\n\n{simulated}:\n\n{table(header, rows)}\n\n{own}:\n\n{table(count_header, counts)}"
+
+
+def _thousands(value: int) -> str:
+    return f"{value:,}".replace(",", " ")
+
+
+def _fit_size(row: dict[str, Any]) -> str:
+    """Rows, rounded to millions, and classes."""
+    return f"{round(row['rows'] / 1e6)} million x {_thousands(row['classes'])}"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e12:.1f} TB" if value >= 1e12 else f"{value / 1e9:.3g} GB"
+
+
+def _duration(seconds: float) -> str:
+    """Two digits, in the largest unit of which there are at least two."""
+    for unit, size in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):.3g} {unit}"
+    return f"{float(f'{seconds:.2g}'):.3g} s"
 
 
 def inference() -> str:

@@ -1,8 +1,8 @@
 r"""The independent runs of a partition, one for each class, in one or several processes.
 
 The runs go through joblib, so a user's own joblib backend (Dask, Ray, Spark) distributes them over machines. All runs
-read one array of points. Joblib writes it once to a file that the processes of a machine map into memory, and Dask
-sends it once to each machine.
+read one array of points. Joblib writes it once to a file that the processes of a machine map into memory, Dask sends it
+once to each process, and Ray puts it once into the object store of each machine.
 """
 
 from __future__ import annotations
@@ -83,10 +83,14 @@ Task = ClassTask | PairTask
 def run_all(tasks: Sequence[Task], n_jobs: int | None, progress: Choice) -> list[Separation]:
     """Run all tasks and return their results in the order of the tasks; the bar counts points and classes."""
     import joblib
+    from joblib.parallel import get_active_backend
 
+    backend, _ = get_active_backend()
     sizes = [task.size for task in tasks]
     with Bar("partition", sum(sizes), progress, parts=len(tasks), part_name="classes") as bar:
-        parallel = joblib.Parallel(n_jobs=n_jobs, return_as="generator")
+        # Ray returns all results at the end, so the bar stands still until then.
+        way = "generator" if backend.supports_return_generator else "list"
+        parallel = joblib.Parallel(n_jobs=n_jobs, return_as=way)
         if len(tasks) == 1 or parallel.n_jobs == 1:
             done = []
             for task in tasks:
@@ -96,16 +100,52 @@ def run_all(tasks: Sequence[Task], n_jobs: int | None, progress: Choice) -> list
         # The largest classes first: a large class that starts last would keep one process busy alone.
         order = sorted(range(len(tasks)), key=lambda i: -sizes[i])
         found: list[Separation | None] = [None] * len(tasks)
-        for i, separation in zip(order, parallel(joblib.delayed(separate)(tasks[i]) for i in order), strict=True):
+        in_ray = type(backend).__module__.startswith("ray.")
+        calls = (_ray_calls if in_ray else _calls)([tasks[i] for i in order])
+        for i, separation in zip(order, parallel(calls), strict=True):
             found[i] = separation
             bar.advance(sizes[i])
             bar.finish_part()
         return [separation for separation in found if separation is not None]
 
 
-def separate(task: Task) -> Separation:
-    """Run one task; a function of its own, so that every backend can send it."""
-    return task.run()
+def _calls(tasks: Sequence[Task]) -> list[Any]:
+    """One joblib call for each task.
+
+    Each field is an argument of its own, because joblib's Dask backend recognises an array that several calls share
+    only among their arguments, not inside an object.
+    """
+    import joblib
+
+    return [joblib.delayed(separate)(type(task), *task) for task in tasks]
+
+
+def _ray_calls(tasks: Sequence[Task]) -> list[Any]:
+    """One joblib call for each task, with references to Ray's object store in place of the arrays.
+
+    Ray 2.60 means to store shared arguments once by itself, but does not recognise the calls of joblib 1.6, and copies
+    the array with every call.
+    """
+    import joblib
+    import ray
+
+    arrays = {id(field): field for task in tasks for field in task if isinstance(field, np.ndarray)}
+    stored = {name: ray.put(array) for name, array in arrays.items()}
+    return [
+        joblib.delayed(separate_stored)(type(task), *(stored.get(id(field), field) for field in task)) for task in tasks
+    ]
+
+
+def separate(kind: type[Task], *fields: Any) -> Separation:
+    """Run the task with the given fields; a function of its own, so that every backend can send it."""
+    return kind(*fields).run()
+
+
+def separate_stored(kind: type[Task], *fields: Any) -> Separation:
+    """Run the task with the given fields; arrays are references to Ray's object store."""
+    import ray
+
+    return separate(kind, *(ray.get(field) if isinstance(field, ray.ObjectRef) else field for field in fields))
 
 
 def canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"] | None = None) -> Int[Array, "N"]:
