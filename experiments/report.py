@@ -21,7 +21,7 @@ from markdown_tables import load, table
 from panel_tables import defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
 from provenance import Files, older, stamps
-from tables import active, inference, large_fits, layers, nearest, partitions, refits, solvers
+from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
 
 ROOT = RESULTS.parents[1]
 OLDER = ", on older sources"
@@ -137,6 +137,7 @@ PAGES: dict[str, dict[str, Section]] = {
         "inference": Section(inference, ("bench_inference",)),
         "gpu": Section(gpu, ("bench_gpu",)),
         "partitions": Section(partitions, ("bench_partition",)),
+        "many-classes": Section(many_classes, ("bench_classes",)),
     },
     "docs/large_fits.md": {"large_fits": Section(large_fits, ("large_fits",))},
     "docs/solvers.md": {

@@ -40,7 +40,7 @@ def planar_sets() -> dict[str, tuple[tuple[np.ndarray, np.ndarray], dict[str, An
         "circles": (toy_sets.draw("circles", toy_sets.SETTINGS["circles"]["ours"], 1), {"max_impure": 5}),
         "moons": (toy_sets.draw("moons", toy_sets.SETTINGS["moons"]["ours"], 1), {"max_impure": 2}),
         "xor": (toy_sets.XOR, {"max_impure": 2}),
-        "iris, 4 features": ((x, y), {"max_impure": 2}),
+        "iris, 4 features": ((x, y), {"max_impure": 2, "rest": "partitioned"}),
     }
 
 

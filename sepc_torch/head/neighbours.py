@@ -138,7 +138,7 @@ def _class_nearest(
     many classes, only those of the nearest classes.
     """
     out = z.new_empty(len(z), len(ends))
-    exact = len(ends) if not shapes else _RECOMPUTED
+    exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
     rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
         for start in range(0, len(z), rows):
