@@ -228,8 +228,8 @@ def many_classes() -> str:
         "dozens of ellipsoids each, and every one is tested against all 1.3 million points."
     )
     gpu = (
-        "The batched solver of `MVELayer` was tried for the first ellipsoids of all classes at once. It saves at most a "
-        f"fraction of a second, so the partition does not use it: {solvers}."
+        "The batched solver of `MVELayer` was tried for the first ellipsoids of all classes at once. It saves at "
+        f"most a fraction of a second, so the partition does not use it: {solvers}."
     )
     return f"{table(['work', 'on', 'measured', 'goal'], rows)}\n\n{misses}\n\n{gpu}"
 
