@@ -147,7 +147,21 @@ def defaults() -> str:
         "fit",
     ]
     text = f"Each choice of `TrustHead.fit` varied alone, means of {len(results['cases'])} cases with unknown classes"
-    return f"{text}:\n\n{table(header, rows)}"
+    found = results.get("many_classes", [])
+    many = [
+        [
+            f"{row['classes']:.0f}",
+            f"{row['dim']:.0f}{' (default)' if row['default'] else ''}",
+            f"{row['ellipsoids']:.0f}",
+            f"{row['accuracy']:.1%}",
+            f"{row['outside']:.1%}",
+            f"{row['seconds']:.1f} s",
+        ]
+        for row in found
+    ]
+    small = "Synthetic classes of 50 points in 64 features, by dimension"
+    many_header = ["classes", "dims", "ellipsoids", "own accuracy", "points in no ellipsoid", "fit"]
+    return f"{text}:\n\n{table(header, rows)}\n\n{small}:\n\n{table(many_header, many)}"
 
 
 def _kind(question: str) -> str:
