@@ -159,9 +159,11 @@ def defaults() -> str:
         ]
         for row in found
     ]
-    small = "Synthetic classes of 50 points in 64 features, by dimension"
-    many_header = ["classes", "dims", "ellipsoids", "own accuracy", "points in no ellipsoid", "fit"]
-    return f"{text}:\n\n{table(header, rows)}\n\n{small}:\n\n{table(many_header, many)}"
+    both = f"{text}:\n\n{table(header, rows)}"
+    if many:
+        titles = ["classes", "dims", "ellipsoids", "own accuracy", "points in no ellipsoid", "fit"]
+        both += f"\n\nSynthetic classes of 50 points in 64 features, by dimension:\n\n{table(titles, many)}"
+    return both
 
 
 def _kind(question: str) -> str:

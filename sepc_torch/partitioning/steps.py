@@ -202,14 +202,12 @@ class Steps:
         if covering is None and len(members) > dim:
             covering = self._cover(own[members])
         while covering is not None:
-            against = away
-            if away is not None:
-                pure = not covering.holds_more_than(self.max_impure, others)
-            else:
+            if away is None:
                 found = covering.intruders(self.max_impure, others, max(_ENOUGH_INTRUDERS, 2 * len(members)))
                 against = None if found is None else self._in_metric(found)
-                pure = found is None
-            if pure or against is None:
+            else:
+                against = away if covering.holds_more_than(self.max_impure, others) else None
+            if against is None:
                 return Shrunk(members, covering, True, first)
             points = self._in_metric(own[members])
             for c, d in self._directions(points, against, direction):
