@@ -40,8 +40,8 @@ Array = np.ndarray
 # Rows of ImageNet's training set and of one forward pass, and rows per class to calibrate with.
 IMAGENET, FORWARD_ROWS, CALIBRATION = 1_281_167, 65_536, 50
 CORES = 16
-# Points of each class that the ellipsoids of the largest set are fitted to. A fit to all points was stopped after 460
-# seconds: it tests dozens of ellipsoids of every class against all other points.
+# Points of each class that the ellipsoids of the largest set are fitted to. A fit to all points takes much longer: it
+# tests dozens of ellipsoids of every class against all other points.
 PER_CLASS = 256
 # Sets that the batched solver takes at once.
 BATCH = 250

@@ -9,9 +9,9 @@ of many points suffice. The points of the pure ellipsoid are then removed from t
 the others.
 
 No point of another class is ever removed. So no ellipsoid holds more than ``max_impure`` of *all* points of other
-classes, except terminal ellipsoids, which cover points that no direction separates. The work for a class depends on its
-own points and on the points near it. Only the test of a nearly pure ellipsoid passes over all points, and far points
-are screened (:mod:`sepc_torch.solvers.other_points`).
+classes, except terminal ellipsoids, which cover points that no direction separates. An ellipsoid
+that holds few other points is tested against all of them, so the work for a class grows with the number of all points;
+far points are screened (:mod:`sepc_torch.solvers.other_points`).
 """
 
 from __future__ import annotations
