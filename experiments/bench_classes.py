@@ -12,8 +12,8 @@ most 1.1. The fit of the largest set uses ``max_per_class=256``.
 
 The synthetic embeddings have one anisotropic, heavy-tailed cluster for each class, around directions of a common
 subspace. Their spread was chosen after trying others: with a larger spread classes overlap more, and fits take several
-times as long. ``rest`` compares ``rest="whole"`` with the paper's one-versus-rest on the same points. ``solver`` compares
-the solver of the partition on all cores with the batched solver of ``MVELayer`` on the device, for the first
+times as long. ``rest`` compares ``rest="whole"`` with the paper's one-versus-rest on the same points. ``solver``
+compares the solver of the partition on all cores with the batched solver of ``MVELayer`` on the device, for the first
 ellipsoid of every class.
 """
 
