@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
-from sepc_torch import TrustHead
+from sepc_torch import TrustHead, partition
 from sepc_torch.data import memory
+from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.data.memory import available_memory, check_memory
 from sepc_torch.head import passes
+from sepc_torch.head.passes import first_pass
+from sepc_torch.head.sources import embedding_source
 
 
 def machine(root: Path, groups: dict[str, tuple[str, int, int]], own: str = "/") -> Path:
@@ -70,7 +74,8 @@ def test_a_fit_is_refused_before_it_keeps_a_row(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(passes, "check_memory", lambda size, *_: needed.append(size))
     TrustHead.fit(x, y, dim=2, reference_points=0)
     # Four times 2 values in float64, and 5 in float32; four 5 x 5 matrices; two regions of 5 x 5, twice.
-    assert needed == [40 * (4 * 16 + 20) + 4 * 8 * 25 + 2 * 8 * 2 * 25]
+    # The same is checked at the first chunk, with the classes of that chunk, and before the rows are kept.
+    assert needed == 2 * [40 * (4 * 16 + 20) + 4 * 8 * 25 + 2 * 8 * 2 * 25]
     monkeypatch.undo()
     monkeypatch.setattr(memory, "available_memory", lambda: needed[0] - 1)
     expected = r"The fit of 40 rows x 4 features, 2 classes and 2 dimensions needs .* GiB.*smaller dim.*DataLoader"
@@ -78,3 +83,28 @@ def test_a_fit_is_refused_before_it_keeps_a_row(monkeypatch: pytest.MonkeyPatch)
         TrustHead.fit(x, y, dim=2, reference_points=0)
     monkeypatch.setattr(memory, "available_memory", lambda: needed[0])
     TrustHead.fit(x, y, dim=2, reference_points=0)
+
+
+@pytest.mark.parametrize("form", ["array", "table"])
+def test_a_fit_is_refused_at_its_first_chunk(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a known number of rows the first pass is not read to its end."""
+    x, y = np.random.default_rng(0).normal(size=(2 * rows_per_chunk(4), 4)), np.arange(2 * rows_per_chunk(4)) % 2
+    table = pyarrow.table({**dict(zip("abcd", x.T, strict=True)), "label": y})
+    source = embedding_source(x, y, None) if form == "array" else embedding_source(table, "label", None)
+    assert source.row_count() == len(x)
+    read: list[int] = []
+    chunks = source.chunks
+    monkeypatch.setattr(source, "chunks", lambda: (read.append(len(z)) or (z, labels) for z, labels in chunks()))
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**20)
+    with pytest.raises(MemoryError, match=f"The fit of {len(x)} rows"):
+        first_pass(source)
+    assert sum(read) < len(x)
+
+
+def test_a_partition_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.random.default_rng(0).normal(size=(90, 4)), np.arange(90) % 3
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * x.nbytes - 1)
+    with pytest.raises(MemoryError, match=r"The partition of 90 rows x 4 features needs .* GiB.*max_per_class"):
+        partition(x, y)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * x.nbytes)
+    partition(x, y)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Memory that a partition needs besides its points, as a multiple of them: a sorted and scaled copy, the copy that
+# processes share, and blocks of rows.
+PARTITION_COPIES = 3
+
 
 def check_memory(needed: int, work: str, advice: str, available: int | None = None) -> None:
     """Raise MemoryError if work needs more memory than is available; do nothing where that is unknown.

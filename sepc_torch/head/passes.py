@@ -24,7 +24,7 @@ from sepc_torch.data.arrays import (
     ordered_classes,
     rows_per_chunk,
 )
-from sepc_torch.data.memory import check_memory
+from sepc_torch.data.memory import PARTITION_COPIES, check_memory
 from sepc_torch.head.moments import EmbeddingMoments
 from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.projection import Method, Normalize, Projection, class_features, projection_from
@@ -34,9 +34,6 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 # Largest number of directions for densities and for whitened distances: the error of an estimated covariance grows with
 # them, and memory and time of a region grow with their square.
 _MAX_DIRECTIONS = 64
-# Memory that the partition needs besides its points, as a multiple of them: a sorted and scaled copy, the copy that
-# processes share, and blocks of rows.
-_PARTITION_COPIES = 3
 
 
 class FirstPass(NamedTuple):
@@ -69,8 +66,12 @@ def first_pass(
     normalize: Normalize = "l2",
     method: Method = "pca",
     device: torch.device | None = None,
+    least_dim: int = 1,
 ) -> FirstPass:
     """Read all embeddings once: check them, count the classes and accumulate the moments.
+
+    If the source knows its number of rows, the memory of the fit is checked when the first chunk has been read. The
+    check is repeated with the chosen dimension and the number of classes in :func:`second_pass`.
 
     Args:
         source: The labelled embeddings.
@@ -78,6 +79,7 @@ def first_pass(
         normalize: Normalisation of the projection that will be fitted.
         method: Method of the projection that will be fitted.
         device: Torch device that computes products of embeddings in float64; None for NumPy.
+        least_dim: Least dimension that the projection can have.
 
     >>> from sepc_torch.head.sources import ArraySource
     >>> first = first_pass(ArraySource([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]], ["b", "a", "b"]))
@@ -93,7 +95,10 @@ def first_pass(
     moments = EmbeddingMoments(class_features(normalize, method), device)
     check = FiniteCheck("X", source.names)
     sizes: Int[Array, "C"] = np.zeros(0, dtype=np.int64)
+    rows = source.row_count()
     for z, codes in _read(source, code):
+        if rows is not None and not len(sizes):
+            _check_fit_memory(rows, z.shape[1], least_dim, len(index), reference_points=0)
         sizes = np.bincount(codes, minlength=len(index)) + np.pad(sizes, (0, len(index) - len(sizes)))
         if check.add(z):  # the message counts all values that are not finite, so the search goes on
             moments.add(z, codes)
@@ -245,7 +250,7 @@ def _refuse_other_rows(first: FirstPass, counts: Int[Array, "C"], unknown: int) 
 def _check_fit_memory(rows: int, features: int, dim: int, classes: int, reference_points: int) -> None:
     """Raise MemoryError if the fit of so many rows does not fit into memory."""
     directions = min(_MAX_DIRECTIONS, features + 1)
-    coordinates = rows * (8 * dim * (1 + _PARTITION_COPIES) + 4 * directions)
+    coordinates = rows * (8 * dim * (1 + PARTITION_COPIES) + 4 * directions)
     # Merged moments and the workspace of their eigenvectors; a region of each class in float64, twice; reference points
     # with their offsets and one copy.
     others = 32 * (features + 1) ** 2 + 16 * classes * directions**2 + 12 * min(rows, reference_points) * features

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.moments import EmbeddingMoments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
@@ -26,11 +27,6 @@ Method = Literal["pca", "lda"]
 _NOISE = 1e-6
 # Share of the total scatter added to the within-class scatter, so that classes with few points do not make it singular.
 _SHRINKAGE = 1e-3
-# Largest default dimension: time and memory of an ellipsoid grow with its square. experiments/head_defaults.py compares
-# smaller dimensions.
-_MAX_DIMENSIONS = 32
-# Share of the points in classes that are large enough for the default dimension.
-_MOST_POINTS = 0.9
 # Below this default dimension, caused by tiny classes, the head warns: a few dimensions represent an embedding poorly.
 _FEW_DIMENSIONS = 4
 
@@ -216,21 +212,6 @@ def _discriminant(
     return (whiten @ directions[: min(dim, len(counts) - 1, present)].T).T
 
 
-def default_dim(sizes: Int[Array, "C"], features: int) -> int:
-    r"""Default dimension :math:`\min(32, \lfloor n / 2 \rfloor, D)` of a projection.
-
-    Here :math:`n` is the largest size for which the classes of at least that size hold 90 % of the points, so that a
-    few tiny classes do not decide. An ellipsoid needs more points than dimensions; with twice as many, classes were
-    separated best (``experiments/head_defaults.py``).
-
-    >>> default_dim(np.array([80, 900]), 64), default_dim(np.array([20, 20, 20]), 64)
-    (32, 10)
-    """
-    large = np.sort(sizes)[::-1]
-    size = large[np.searchsorted(np.cumsum(large), _MOST_POINTS * large.sum())]
-    return int(max(1, min(_MAX_DIMENSIONS, size // 2, features)))
-
-
 def choose_projection(
     moments: EmbeddingMoments,
     classes: Array,
@@ -245,7 +226,7 @@ def choose_projection(
         moments: The moments of the training embeddings.
         classes: The classes (C,).
         sizes: The number of points of each class.
-        dim: The dimension, or None for :func:`default_dim`.
+        dim: The dimension, or None for :func:`~sepc_torch.head.defaults.default_dim`.
         normalize: See :func:`projection_from`.
         method: See :func:`projection_from`.
     """

@@ -42,6 +42,10 @@ class EmbeddingSource(ABC):
     def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
         """Read all rows: embeddings in float32 or float64, and their labels. Chunks may have any number of rows."""
 
+    def row_count(self) -> int | None:
+        """Number of rows, or None if only reading them tells."""
+        return None
+
 
 class ArraySource(EmbeddingSource):
     """Embeddings in an array, a tensor or a DataFrame. Chunks are views where possible; nothing is copied as a whole.
@@ -54,6 +58,10 @@ class ArraySource(EmbeddingSource):
         self._embeddings, self.names = real_matrix(embeddings)
         self._labels = label_array(labels)
         check_one_label_per_row(self._embeddings.shape[0], len(self._labels))
+
+    def row_count(self) -> int:
+        """Number of rows of the array."""
+        return len(self._labels)
 
     def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
         """Read rows of the array."""
@@ -166,6 +174,10 @@ class ArrowSource(EmbeddingSource):
         self.names = None if lists else tuple(self._columns)
         # float32 holds half precision exactly and takes half the memory of float64.
         self._type = pyarrow.float32() if all(map(_fits_float32, values)) else pyarrow.float64()
+
+    def row_count(self) -> int:
+        """Number of rows of the table, from the metadata of its files."""
+        return int(self._data.count_rows())
 
     def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
         """Read record batches."""

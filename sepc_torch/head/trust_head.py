@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Acceptance, Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
+from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.prediction import HeadPrediction
@@ -41,9 +41,6 @@ from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.partitioning.record import Rest
 from sepc_torch.shapes import Bool, Int
 
-# Default number of reference points, and a bound of their coordinates: 2**23 float32 values are 32 MiB.
-_REFERENCE_POINTS = 16384
-_REFERENCE_COORDINATES = 2**23
 # Share of in-distribution points that a newly calibrated head flags.
 _FLAG_RATE = 0.05
 # Least number of calibration points: both halves of the split need enough points to fit and to rank.
@@ -94,7 +91,7 @@ class TrustHead(nn.Module):
         normalize: Normalize = "l2",
         projection: Method = "pca",
         max_impure: int | None = None,
-        max_per_class: int | None = None,
+        max_per_class: int | Literal["auto"] | None = "auto",
         rest: Rest = "whole",
         max_isolated: int | None = 256,
         nearest: Nearest = "mahalanobis",
@@ -113,7 +110,7 @@ class TrustHead(nn.Module):
         The embeddings are read twice, a chunk of rows at a time, and never copied as a whole. The fit keeps 8 bytes for
         each of the ``dim`` coordinates of a row and 4 bytes for each of at most 64 coordinates of the densities. The
         partition copies its coordinates once, and once more for several processes. A fit that needs more memory than is
-        available raises MemoryError after the first pass.
+        available raises MemoryError: at the first chunk if the number of rows is known, otherwise after the first pass.
 
         Args:
             embeddings: The embeddings (N, D) in one of these forms:
@@ -135,7 +132,8 @@ class TrustHead(nn.Module):
             max_impure: Largest number of points of other classes in an ellipsoid. By default 1 % of the points of the
                 median class that are fitted, and at least 2.
             max_per_class: Fit the ellipsoids to a random sample of at most this many points of each class. Counts,
-                densities and reference points see all points; see :func:`~sepc_torch.partition`.
+                densities and reference points see all points; see :func:`~sepc_torch.partition`. ``"auto"`` fits to
+                all points up to :math:`2^{18}`, and to a sample of about that many beyond. None always fits to all.
             rest: How a class of more than two is separated from the others; see :func:`~sepc_torch.partition`.
             max_isolated: Largest number of isolated training points that get an ellipsoid of their own, a ball; None
                 for all. If there are more, none gets one: they would cost as much as other ellipsoids and hold no new
@@ -172,19 +170,20 @@ class TrustHead(nn.Module):
             count(reference_points, "reference_points")
         if dim is not None:
             dim = count(dim, "dim", least=1)
-        if max_per_class is not None:
+        if max_per_class is not None and max_per_class != "auto":
             count(max_per_class, "max_per_class", least=1)
         check_choice("rest", rest, get_args(Rest))
         if device is not None:
             device = float64_device(device)
         source = embedding_source(embeddings, labels, encoder)
-        first = first_pass(source, classes, normalize, projection, device)
+        first = first_pass(source, classes, normalize, projection, device, least_dim=dim or 1)
         project = choose_projection(first.moments, first.classes, first.sizes, dim, normalize, projection)
+        if max_per_class == "auto":
+            max_per_class = default_max_per_class(first.sizes)
         if max_impure is None:
-            fitted = first.sizes if max_per_class is None else np.minimum(first.sizes, max_per_class)
-            max_impure = max(2, round(float(np.median(fitted)) / 100))
+            max_impure = default_max_impure(first.sizes, max_per_class)
         if reference_points is None:
-            reference_points = min(_REFERENCE_POINTS, _REFERENCE_COORDINATES // first.moments.features)
+            reference_points = default_reference_points(first.moments.features)
         data = second_pass(source, first, project, reference_points)
         points = data.points
         part = partition(

@@ -27,6 +27,7 @@ from sepc_torch.data.arrays import (
     scale_or_one,
     training_set,
 )
+from sepc_torch.data.memory import PARTITION_COPIES, check_memory
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.partitioning.cells import ledger
@@ -122,7 +123,8 @@ def partition(
             problems that are too small for a GPU (measured by ``experiments/bench_classes.py``). The device does not
             change a bit of the ellipsoids.
 
-    The result is bit-identical for every order of the rows and every number of processes.
+    The result is bit-identical for every order of the rows and every number of processes. A partition that needs more
+    memory than is available raises MemoryError before it starts.
 
     >>> import numpy as np
     >>> X = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0], [6.0, 5.0], [5.0, 6.0]])
@@ -143,6 +145,11 @@ def partition(
     _check_solver(solver)
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
+    check_memory(
+        PARTITION_COPIES * data.points.nbytes,
+        f"The partition of {len(data.points)} rows x {data.points.shape[1]} features",
+        "Choose max_per_class, fit on fewer rows, or project the points to fewer dimensions.",
+    )
     # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
     order = canonical_order(data.points, data.codes)
     mean, unit = _location_and_scale(data.points, order)
