@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import Prediction, TrustHead
+from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.projection import default_dim, fit_projection
+from sepc_torch.head.projection import fit_projection
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

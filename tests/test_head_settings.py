@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,14 +35,14 @@ def test_a_large_fit_uses_a_sample_unless_told_otherwise(
     monkeypatch.setattr(defaults, "_MAX_FITTED", 400)
     y = np.arange(900) % 3
     x = rng.normal(size=(900, 6)) + 4.0 * np.eye(6)[y]
+    choices: dict[str, dict[str, Any]] = {
+        "auto": {},
+        "sample": {"max_per_class": 133},
+        "all": {"max_per_class": None},
+        "enough": {"max_per_class": 900},
+    }
     centers = {
-        name: TrustHead.fit(x, y, reference_points=0, **options).sepc.bank.centers
-        for name, options in {
-            "auto": {},
-            "sample": {"max_per_class": 133},
-            "all": {"max_per_class": None},
-            "enough": {"max_per_class": 900},
-        }.items()
+        name: TrustHead.fit(x, y, reference_points=0, **options).sepc.bank.centers for name, options in choices.items()
     }
     assert torch.equal(centers["auto"], centers["sample"])
     assert torch.equal(centers["all"], centers["enough"])

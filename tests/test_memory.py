@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -15,6 +17,7 @@ from sepc_torch.data.memory import available_memory, check_memory
 from sepc_torch.head import passes
 from sepc_torch.head.passes import first_pass
 from sepc_torch.head.sources import embedding_source
+from sepc_torch.shapes import Array
 
 
 def machine(root: Path, groups: dict[str, tuple[str, int, int]], own: str = "/") -> Path:
@@ -94,7 +97,13 @@ def test_a_fit_is_refused_at_its_first_chunk(form: str, monkeypatch: pytest.Monk
     assert source.row_count() == len(x)
     read: list[int] = []
     chunks = source.chunks
-    monkeypatch.setattr(source, "chunks", lambda: (read.append(len(z)) or (z, labels) for z, labels in chunks()))
+
+    def counted() -> Iterator[tuple[Array, Any]]:
+        for z, labels in chunks():
+            read.append(len(z))
+            yield z, labels
+
+    monkeypatch.setattr(source, "chunks", counted)
     monkeypatch.setattr(memory, "available_memory", lambda: 2**20)
     with pytest.raises(MemoryError, match=f"The fit of {len(x)} rows"):
         first_pass(source)

@@ -39,7 +39,7 @@ from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_without_prediction, rows_without_prediction
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.partitioning.record import Rest
-from sepc_torch.shapes import Bool, Int
+from sepc_torch.shapes import Array, Bool, Int
 
 # Share of in-distribution points that a newly calibrated head flags.
 _FLAG_RATE = 0.05
@@ -377,7 +377,7 @@ class TrustHead(nn.Module):
         return self.sepc.explain(projected if points.dim() == 2 else projected[0], i)
 
     @torch.no_grad()
-    def predict(self, z: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    def predict(self, z: Any) -> Array:
         """Return the head's own predictions as a NumPy array of the user's labels."""
         return self.sepc.predict(self.projection(self.sepc.as_tensor(z)))
 
