@@ -1,4 +1,4 @@
-"""Calibration of a head: optimality of the logistic fit, typicality, the joint score, and the split of the points."""
+"""Calibration of a head: optimality of the logistic fit, the joint score, and the split of the points."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from scipy.stats import gamma
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
-from sepc_torch.head.calibration import Calibration, LabelCalibration, Typicality, joint_score, log_survival
+from sepc_torch.head.calibration import Calibration
 from sepc_torch.head.confidence import Confidence, fit_logistic
 from sepc_torch.head.evidence import EvidenceValues
+from sepc_torch.head.label_calibration import LabelCalibration, joint_score
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -145,151 +145,22 @@ def test_a_new_model_is_fitted_from_its_prior(rng: Rng) -> None:
     assert float(model.bias) == pytest.approx(bias, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("count", [2, 5, 6, 20, 333])
-@pytest.mark.parametrize("ties", [False, True])
-def test_survival_decreases_from_one_towards_zero(rng: Rng, count: int, ties: bool) -> None:
-    values = rng.integers(0, 6, count).astype(float) if ties else rng.gamma(2.0, size=count)
-    ordered = torch.from_numpy(values).sort().values
-    grid = torch.cat([torch.linspace(-1.0, 30.0, 5000, dtype=torch.float64), ordered]).sort().values
-    found = log_survival(ordered, grid)
-    assert found.isfinite().all()
-    assert (found.diff() <= 0).all()
-    assert (found <= 0).all()
-    assert found[0] == 0.0
-    beyond = log_survival(ordered, torch.tensor([1e3, 1e6, 1e30, torch.inf, torch.nan], dtype=torch.float64))
-    assert beyond.isfinite().all(), "the log survival must be finite"
-    assert (beyond.diff() <= 0).all()
-    assert beyond[3] == beyond[4]
-
-
-def test_survival_is_the_p_value_at_calibration_scores(rng: Rng) -> None:
-    """Below the tail, linear between two scores, and continuous at the start of the tail."""
-    ordered = torch.from_numpy(rng.normal(size=200)).sort().values
-    place = torch.arange(200, dtype=torch.float64)
-    start = 200 - 1 - 20
-    found = log_survival(ordered, ordered[: start + 1]).exp()
-    assert torch.allclose(found, (201 - place[: start + 1]) / 201, atol=1e-12)
-    middle = log_survival(ordered, (ordered[:start] + ordered[1 : start + 1]) / 2).exp()
-    assert torch.allclose(middle, (found[:-1] + found[1:]) / 2, atol=1e-9)
-    edge = ordered[start]
-    gap = 1e-9 * torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    before, after = log_survival(ordered, edge + gap)
-    steepest = 1 / (ordered.diff().min() * 20)
-    assert float(before - after) <= 2e-9 * float(steepest + 10.0)
-
-
-def test_the_tail_is_exponential(rng: Rng) -> None:
-    """For exponential scores the mean excess of the 100 largest has a gamma distribution."""
-    ordered = torch.from_numpy(rng.exponential(size=1000)).sort().values
-    far = log_survival(ordered, torch.tensor([50.0, 51.0], dtype=torch.float64))
-    mean_excess = 1.0 / float(far[0] - far[1])
-    assert gamma.ppf(1e-8, 100) / 100 < mean_excess < gamma.isf(1e-8, 100) / 100
-    start = ordered[1000 - 1 - 100]
-    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()))
-
-
-def test_survival_of_new_points_is_uniform(rng: Rng) -> None:
-    """Kolmogorov-Smirnov distance, within the Dvoretzky-Kiefer-Wolfowitz bound of both samples."""
-    count = 4000
-    bound = 2 * math.sqrt(math.log(2 / 1e-8) / (2 * count))
-    for draw in (rng.exponential, rng.normal, rng.lognormal):
-        ordered = torch.from_numpy(draw(size=count)).sort().values
-        share = log_survival(ordered, torch.from_numpy(draw(size=count))).exp().sort().values
-        uniform = torch.arange(1, count + 1) / count
-        # A wrong tail could shift the largest tenth by 0.1; an exponential tail of normal scores shifts it by 0.01.
-        assert float((share - uniform).abs().max()) < bound + 0.02
-
-
-def test_equal_scores_give_a_step() -> None:
-    ordered = torch.full((50,), 2.0, dtype=torch.float64)
-    found = log_survival(ordered, torch.tensor([1.0, 2.0, 2.1], dtype=torch.float64))
-    assert found[:2].tolist() == [0.0, 0.0]
-    assert found[2] < -1e6
-
-
-class TestTypicality:
-    def fitted(self, rng: Rng, scores: int = 3, count: int = 500) -> tuple[Typicality, Tensor]:
-        empty = torch.zeros(scores, 0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-        nonconformity = torch.from_numpy(rng.gamma(2.0, size=(count, scores)) * 10.0 ** np.arange(scores))
-        model = Typicality(*empty)
-        model.fit(nonconformity)
-        return model, nonconformity
-
-    def test_a_single_score(self, rng: Rng) -> None:
-        """Below the tail, the survival of the survival equals the survival up to interpolation."""
-        model, nonconformity = self.fitted(rng, scores=1)
-        combined, log_typical = model(nonconformity)
-        share = log_survival(nonconformity[:, 0].sort().values, nonconformity[:, 0])
-        assert torch.allclose(combined, -share)
-        ordinary = share.exp() > 0.15
-        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=1e-9)
-
-    def test_typicality_decreases_in_every_score(self, rng: Rng) -> None:
-        model, nonconformity = self.fitted(rng)
-        for column in range(3):
-            more = nonconformity.clone()
-            more[:, column] += 10.0**column * torch.from_numpy(rng.random(500) + 0.1)
-            (was, typical), (now, less) = model(nonconformity), model(more)
-            assert (now >= was).all()
-            assert (now > was).float().mean() > 0.9
-            assert (less <= typical).all()
-
-    def test_typicality_ignores_the_units_of_scores(self, rng: Rng) -> None:
-        model, nonconformity = self.fitted(rng)
-        other, _ = self.fitted(rng)
-        unit = torch.tensor([1e-6, 3.0, 1e6], dtype=torch.float64)
-        other.fit(nonconformity * unit)
-        fresh = torch.from_numpy(rng.gamma(3.0, size=(100, 3)) * [1, 10, 100])
-        for a, b in zip(model(fresh), other(fresh * unit), strict=True):
-            assert torch.allclose(a, b)
-
-    def test_distant_points_have_no_ties(self, rng: Rng) -> None:
-        model, _ = self.fitted(rng)
-        far = torch.logspace(2, 12, 40, dtype=torch.float64)[:, None].expand(-1, 3)
-        combined, log_typical = model(far.float())
-        assert combined.dtype == log_typical.dtype == torch.float32
-        assert (combined.diff() > 0).all()
-        assert (log_typical.diff() < 0).all()
-
-    def test_nan_has_the_largest_nonconformity(self, rng: Rng) -> None:
-        model, nonconformity = self.fitted(rng)
-        rows = nonconformity[:2].clone()
-        rows[0, 1] = torch.nan
-        combined, log_typical = model(rows)
-        assert combined[0] > 1e30
-        assert log_typical[0].isfinite()
-        assert log_typical[0] < -1e30
-
-    def test_typicality_of_new_points_is_uniform(self, rng: Rng) -> None:
-        """Also for dependent scores, for which Fisher's combination alone is not valid."""
-        count = 3000
-        bound = 2 * math.sqrt(math.log(2 / 1e-8) / (2 * count))
-        model, _ = self.fitted(rng)
-
-        def draw() -> Tensor:
-            shared = rng.gamma(2.0, size=(count, 1))
-            return torch.from_numpy(shared * [1.0, 2.0, 3.0] + 0.1 * rng.normal(size=(count, 3)))
-
-        model.fit(draw())
-        share = model(draw())[1].exp().sort().values
-        assert float((share - torch.arange(1, count + 1) / count).abs().max()) < bound + 0.02
-
-
 def test_the_joint_score_increases_in_confidence_and_typicality(rng: Rng) -> None:
     confidence, share = torch.from_numpy(rng.random((2, 200)))
-    joint = joint_score(confidence, share.log())
+    odds = torch.tensor(0.1, dtype=torch.float64)
+    joint = joint_score(confidence, share.log(), odds)
     assert torch.allclose(joint, confidence * share / (share + 0.1))
     assert ((joint >= 0) & (joint <= confidence)).all()
     up = torch.from_numpy(rng.random(200))
-    assert (joint_score(confidence + (1 - confidence) * up, share.log()) >= joint).all()
-    assert (joint_score(confidence, (share + (1 - share) * up).log()) >= joint).all()
-    assert joint_score(torch.ones(1), torch.tensor([-1e38])).tolist() == [0.0]
+    assert (joint_score(confidence + (1 - confidence) * up, share.log(), odds) >= joint).all()
+    assert (joint_score(confidence, (share + (1 - share) * up).log(), odds) >= joint).all()
+    assert joint_score(torch.ones(1), torch.tensor([-1e38]), odds).tolist() == [0.0]
 
 
 def test_a_threshold_is_not_rounded(rng: Rng) -> None:
     """The threshold has the dtype of the scores; rounding could refuse the point at the threshold."""
     for dtype in (torch.float32, torch.float64):
-        labels = LabelCalibration(["regions"])
+        labels = LabelCalibration(["regions"], 1)
         labels.held_joint = torch.from_numpy(rng.random(999)).to(dtype)
         labels.held_right = torch.ones(999, dtype=torch.bool)
         for request in ((None, 0.05, 0.1), (0.05, 0.1, None)):
@@ -313,15 +184,21 @@ def test_no_point_is_both_fitted_and_ranked(rng: Rng) -> None:
         return model
 
     model = fit(support, nonconformity)
-    assert len(model.held_nonconformity) == len(model.own.held_joint) == 24
-    assert int(model.class_counts.sum()) == 24
+    assert len(model.own.held_nonconformity) == len(model.own.held_joint) == 24
+    assert int(model.own.class_counts.sum()) == 24
     held = np.random.default_rng(3).permutation(60)[:24]
     assert torch.equal(model.own.held_right, right[held])
     other, larger = support.clone(), nonconformity.clone()
     other[held], larger[held] = 5.0, 9.0
     again = fit(other, larger)
-    for name in ("own.ranking.weights", "own.ranking.bias", "typicality.ordered", "typicality.combined"):
-        assert torch.equal(model.state_dict()[name], again.state_dict()[name])
+    for name in (
+        "ranking.weights",
+        "ranking.bias",
+        "strangeness.ordered",
+        "strangeness.combined",
+        "strangeness.weights",
+    ):
+        assert torch.equal(model.own.state_dict()[name], again.own.state_dict()[name])
     assert not torch.equal(model.own.held_joint, again.own.held_joint)
     assert not model.network.done
 

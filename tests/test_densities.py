@@ -34,7 +34,7 @@ def pooled(points: Array, group: Array) -> Array:
 
 
 def fit64(points: Array, codes: Array, pieces: Array | None = None) -> RegionDensities:
-    return fit_densities(points, codes, np.full(len(codes), -1) if pieces is None else pieces, torch.float64)
+    return fit_densities(points, codes, np.full(len(codes), -1) if pieces is None else pieces, torch.float64)[0]
 
 
 def log_density(points: Array, codes: Array, queries: Array, pieces: Array | None = None) -> Array:
@@ -163,7 +163,7 @@ def test_a_class_of_one_point_borrows_its_shape(rng: Rng) -> None:
 def test_identical_points_have_finite_densities(rng: Rng, dtype: torch.dtype) -> None:
     places = np.eye(3)
     codes = np.repeat([0, 1, 2], [30, 4, 1])
-    found = fit_densities(places[codes], codes, codes, dtype)(torch.eye(3, dtype=dtype))
+    found = fit_densities(places[codes], codes, codes, dtype)[0](torch.eye(3, dtype=dtype))
     assert found.isfinite().all()
     assert found.argmax(dim=1).tolist() == [0, 1, 2]
     mixed = np.concatenate([rng.normal(size=(50, 3)), np.tile(places[0] + 9.0, (50, 1))])
@@ -187,7 +187,7 @@ def test_one_class_much_larger(rng: Rng) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_densities_of_distant_points_are_finite_and_decreasing(rng: Rng, dtype: torch.dtype) -> None:
     points, codes = sample(rng)
-    model = fit_densities(points, codes, codes, dtype)
+    model, _ = fit_densities(points, codes, codes, dtype)
     ray = torch.from_numpy(rng.normal(size=3)).to(dtype)
     ray /= ray.norm()
     far = model(torch.logspace(3, 15, 13, dtype=dtype)[:, None] * ray)
@@ -201,8 +201,8 @@ def test_log_densities_of_distant_points_are_finite_and_decreasing(rng: Rng, dty
 def test_float32_agrees_with_float64(rng: Rng) -> None:
     points, codes = sample(rng)
     queries = torch.from_numpy(5.0 * rng.normal(size=(200, 3)))
-    exact = fit_densities(points, codes, codes, torch.float64)(queries)
-    single = fit_densities(points, codes, codes)(queries.float())
+    exact = fit_densities(points, codes, codes, torch.float64)[0](queries)
+    single = fit_densities(points, codes, codes)[0](queries.float())
     assert single.dtype == torch.float32
     # Relative errors of 1e-6 in the distance, times (degrees of freedom + dimension) / 2, at most 46 / 2.
     assert torch.allclose(single.double(), exact, atol=1e-3)

@@ -175,18 +175,23 @@ def test_nonconformity_increases_along_a_ray(rng: Rng, reference_points: int) ->
     ray = points[int(rng.integers(300))]
     z = torch.logspace(0.5, 8, 30)[:, None] * ray
     found = evidence(z, torch.zeros(30, dtype=torch.int64)).nonconformity
-    assert found.shape == (30, evidence.score_count)
+    assert found.shape == (30, len(evidence.kinds))
     assert found.isfinite().all()
-    assert (found.diff(dim=0) > 0).all(), "distant points must have no ties"
+    for name, column in zip(evidence.kinds, found.T, strict=True):
+        if name == "nearest_direction":  # all points of the ray have one direction
+            assert torch.allclose(column[-5:], column[-1], atol=1e-5)
+        else:
+            assert (column.diff() > 0).all(), "distant points must have no ties"
 
 
-def test_without_reference_points_there_is_one_column(rng: Rng) -> None:
+def test_columns_with_and_without_reference_points(rng: Rng) -> None:
     evidence, points, codes = fitted(rng, 0)
     values = evidence(points, codes)
-    assert values.support.shape == values.nonconformity.shape == (300, 1)
-    assert (evidence.score_count, evidence.support_names) == (1, ("regions",))
+    assert (values.support.shape, values.nonconformity.shape) == ((300, 1), (300, 2))
+    assert (evidence.kinds, evidence.support_names) == (("density", "mahalanobis"), ("regions",))
     full, _, _ = fitted(rng)
-    assert (full.score_count, full.support_names) == (3, ("regions", "neighbours"))
+    assert full.support_names == ("regions", "neighbours")
+    assert full.kinds == ("density", "nearest", "nearest_white", "nearest_direction", "mahalanobis")
 
 
 def test_reference_points_are_proportional_to_class_sizes(rng: Rng) -> None:
@@ -228,7 +233,7 @@ def test_no_gradient_and_no_rows(rng: Rng) -> None:
     assert not any(field.requires_grad for field in evidence(points.requires_grad_(), codes))
     empty = evidence(points[:0], codes[:0])
     assert empty.support.shape == (0, 2)
-    assert empty.nonconformity.shape == (0, 3)
+    assert empty.nonconformity.shape == (0, 5)
 
 
 def test_embeddings_of_zeros(rng: Rng) -> None:
@@ -254,4 +259,5 @@ def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None
     a = evidence_of(points, codes, codes, 1000)(z, label)
     b = evidence_of(scale * points, codes, codes, 1000)(scale * z, label)
     assert torch.allclose(a.support, b.support, atol=0.01)
-    assert torch.allclose(a.nonconformity * torch.tensor([1.0, scale, 1.0]), b.nonconformity, rtol=1e-3)
+    units = torch.tensor([1.0, scale, 1.0, 1.0, 1.0])
+    assert torch.allclose(a.nonconformity * units, b.nonconformity, rtol=1e-3)

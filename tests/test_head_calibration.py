@@ -188,22 +188,56 @@ def older_name(name: str) -> str:
     return name.replace("held_nonconformity", "held_strangeness").replace("class_nonconformity", "class_strangeness")
 
 
-def test_older_names_in_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head, other = fit(rng), fit(rng, reference_points=20)
+def older_head(rng: Rng) -> TrustHead:
+    """A calibrated head as in formats 1 to 3: three kinds of nonconformity with equal weights, for all labels."""
+    head = fit(rng)
+    assert head.evidence is not None
+    head.evidence.gaussian = None
+    head.calibrate(*draw(rng, 100))
+    assert head.calibration is not None
+    network, own = head.calibration.network, head.calibration.own
+    own.strangeness.weights.fill_(1.0)
+    network.strangeness = own.strangeness
+    for name in ("held_nonconformity", "class_nonconformity", "class_counts"):
+        setattr(network, name, getattr(own, name))
+    for labels in (network, own):
+        labels.unknown_odds.fill_(0.1)
+    return head
+
+
+@pytest.mark.parametrize("old", [1, 3])
+def test_older_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int) -> None:
+    """A head of an earlier format gives the same answers, to the last bit, and can be calibrated again."""
+    head, other = older_head(rng), fit(rng, reference_points=20)
     x, labels, logits = draw(rng, 100)
-    head.calibrate(x, labels, logits)
-    state = {older_name(name): value for name, value in head.state_dict().items()}
-    ledger = Ledger(*(state.pop(f"sepc.{name}").numpy() for name in Ledger._fields))
-    tables = {name: torch.from_numpy(table) for name, table in dense_tables(ledger).items()}
-    state |= {older_name(f"sepc.{name}"): table for name, table in tables.items()}
-    state["sepc.held"] = head.sepc.held
-    assert len(set(state) - set(head.state_dict())) == 10
+    state = dict(head.state_dict())
+    for name in ("held_nonconformity", "class_nonconformity", "class_counts"):
+        state[f"calibration.{name}"] = state.pop(f"calibration.own.{name}")
+        del state[f"calibration.network.{name}"]
+    for name in ("ordered", "combined"):
+        state[f"calibration.typicality.{name}"] = state[f"calibration.own.strangeness.{name}"]
+    for name in list(state):
+        if ".strangeness." in name or name.endswith("unknown_odds"):
+            del state[name]
+    if old == 1:
+        ledger = Ledger(*(state.pop(f"sepc.{name}").numpy() for name in Ledger._fields))
+        tables = {name: torch.from_numpy(table) for name, table in dense_tables(ledger).items()}
+        state |= {f"sepc.{name}": table for name, table in tables.items()}
+        state["sepc.held"] = head.sepc.held
+        state = {older_name(name): value for name, value in state.items()}
+    assert len(set(state) - set(head.state_dict())) == {1: 13, 3: 5}[old]
     with monkeypatch.context() as patch:
         patch.setattr(head, "state_dict", lambda: state)
         head.save(tmp_path / "head.safetensors")
     other.load_state_dict(state)
     for loaded in (other, TrustHead.load(tmp_path / "head.safetensors")):
-        assert same(loaded(batch(x), logits=torch.from_numpy(logits)), head(batch(x), logits=torch.from_numpy(logits)))
+        for scores in (None, torch.from_numpy(logits)):
+            assert same(loaded(batch(x), logits=scores), head(batch(x), logits=scores))
+        loaded.calibrate(x, labels, logits)
+        assert loaded(batch(x), logits=torch.from_numpy(logits)).joint.isfinite().all()
+    current = fit(rng)
+    other.load_state_dict(current.state_dict())  # and a checkpoint of this version into it
+    assert same(other(batch(x)), current(batch(x)))
 
 
 def test_a_lower_risk_accepts_less(rng: Rng) -> None:

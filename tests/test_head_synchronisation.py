@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import neighbours, projection, trust_head
+from sepc_torch.head import neighbours, projection, shared_gaussian, trust_head
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 
@@ -57,13 +57,15 @@ class TestLogitsThatHoldNaN:
         assert out.class_p_value[missing].isnan().all()
         assert not out.accept[missing].any()
         assert out.abstain(0.0)[missing].all()
-        # Fields of the point and of the head's own label, and all other rows, are unchanged.
-        for name in (*HeadPrediction._fields[:7], "p_value", "strangeness"):
+        # Fields of the head's own label, and all other rows, are unchanged.
+        for name in HeadPrediction._fields[:7]:
             assert equal(getattr(out, name), getattr(whole, name)), name
         for name in HeadPrediction._fields:
             assert equal(getattr(out, name)[~missing], getattr(whole, name)[~missing]), name
         if make is calibrated:
             assert whole.accept.any()
+            assert (out.p_value[missing] == out.p_value.amin()).all()
+            assert (out.strangeness[missing] > out.strangeness[~missing].amax()).all()
 
     def test_together_with_flagged_embeddings(self, rng: Rng) -> None:
         model = calibrated(rng)
@@ -192,7 +194,8 @@ def test_nothing_but_the_partition_synchronises(
     monkeypatch.setattr(SEPC, "judge", allowed)
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
-    monkeypatch.setattr(projection, "_product", projection._exact_product)
+    for module in (projection, shared_gaussian):
+        monkeypatch.setattr(module, "exact_product", projection._exact_product)
     with mode:
         found = [model(z), model(z, logits=scores)]
     for a, b in zip(expected, found, strict=True):

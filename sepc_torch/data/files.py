@@ -19,7 +19,7 @@ from sepc_torch.data.old_formats import current_arrays
 from sepc_torch.shapes import Array
 
 # Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
-FORMAT = 3
+FORMAT = 4
 # The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
 # The method that reads each kind of file, for error messages.

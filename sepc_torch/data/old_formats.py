@@ -1,4 +1,7 @@
-"""Conversion of arrays from older file formats and state dicts: names of format 1, tables of formats 1 and 2."""
+"""Conversion of arrays from older file formats and state dicts.
+
+Format 1 had other names, formats 1 and 2 other tables, formats 1 to 3 one nonconformity score for all labels.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,16 @@ _RENAMED = {
 # The tables of formats 1 and 2. A file held either "held" or "inside", which now follow from the other tables.
 _DENSE = ("cells", "counts", "sorted_distances", "counts_at")
 _DERIVED = ("held", "inside")
+# The calibration of formats 1 to 3: the same nonconformity scores for the network's labels and for the head's own. Now
+# both have a set of their own, with weights of the kinds and the prior odds of unknowns, which was a constant.
+_SHARED = {
+    "typicality.ordered": "strangeness.ordered",
+    "typicality.combined": "strangeness.combined",
+    "held_nonconformity": "held_nonconformity",
+    "class_nonconformity": "class_nonconformity",
+    "class_counts": "class_counts",
+}
+_FIXED_UNKNOWN_ODDS = 0.1
 
 
 def current_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +53,11 @@ def current_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
             named |= {prefix + name: table for name, table in _tables(*(named.pop(prefix + n) for n in _DENSE)).items()}
             for name in _DERIVED:
                 named.pop(prefix + name, None)
+    for prefix in [name.removesuffix("typicality.ordered") for name in named if name.endswith("typicality.ordered")]:
+        shared = {new: named.pop(prefix + old) for old, new in _SHARED.items()}
+        shared["strangeness.weights"] = np.ones(len(shared["strangeness.ordered"]))
+        shared["unknown_odds"] = np.array(_FIXED_UNKNOWN_ODDS)
+        named |= {f"{prefix}{source}.{name}": value for source in ("network", "own") for name, value in shared.items()}
     return named
 
 

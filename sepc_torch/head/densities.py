@@ -16,7 +16,7 @@ analysis.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
+
+
+class ClassSpread(NamedTuple):
+    """Class means (C, R), and a whitener (R, R): it maps the pooled covariance within classes to the identity."""
+
+    means: Float[Array, "C R"]
+    whitener: Float[Array, "R R"]
 
 
 class RegionDensities(nn.Module):
@@ -85,8 +92,8 @@ def _after_loading(module: RegionDensities, _keys: Any) -> None:
 
 def fit_densities(
     points: Float[Array, "N R"], codes: Int[Array, "N"], pieces: Int[Array, "N"], dtype: torch.dtype = torch.float32
-) -> RegionDensities:
-    """Fit class densities to labelled points.
+) -> tuple[RegionDensities, ClassSpread]:
+    """Fit class densities to labelled points; return also the spread within classes.
 
     Args:
         points: Training points, with unit variance in every direction, in float32 or float64. Sums are in float64.
@@ -95,30 +102,36 @@ def fit_densities(
         dtype: Dtype of the fitted module.
 
     >>> points = np.array([[0.0], [0.2], [0.1], [2.0], [2.2], [2.1]])
-    >>> densities = fit_densities(points, np.array([0, 0, 0, 1, 1, 1]), np.full(6, -1))
+    >>> densities, spread = fit_densities(points, np.array([0, 0, 0, 1, 1, 1]), np.full(6, -1))
     >>> densities(torch.tensor([[0.1], [2.1]])).argmax(dim=1).tolist()
     [0, 1]
+    >>> spread.means.round(6).tolist(), spread.whitener.round(1).tolist()
+    ([[0.1], [2.1]], [[10.0]])
     """
-    levels = [_students(points, codes)]
+    classes, spread = _students(points, codes)
+    levels = [classes]
     owner = np.zeros(0, dtype=np.int64)
     inside = pieces >= 0
     if inside.any():
         kept, first = np.unique(pieces[inside], return_index=True)
-        levels.append(_students(points, np.where(inside, np.searchsorted(kept, pieces), -1)))
+        levels.append(_students(points, np.where(inside, np.searchsorted(kept, pieces), -1))[0])
         owner = codes[inside][first]
     means, whiteners, weights, freedom = (np.concatenate(parts) for parts in zip(*levels, strict=True))
-    return RegionDensities(
+    densities = RegionDensities(
         EllipsoidBank(torch.from_numpy(means), torch.from_numpy(whiteners)).to(dtype),
         torch.from_numpy(weights - math.log(len(levels))).to(dtype),
         torch.from_numpy(freedom).to(dtype),
         torch.from_numpy(np.concatenate([np.arange(len(means) - len(owner)), owner])),
     )
+    return densities, spread
 
 
 def _students(
     points: Float[Array, "N R"], group: Int[Array, "N"]
-) -> tuple[Float[Array, "K R"], Float[Array, "K R R"], Float[Array, "K"], Float[Array, "K"]]:
+) -> tuple[tuple[Float[Array, "K R"], Float[Array, "K R R"], Float[Array, "K"], Float[Array, "K"]], ClassSpread]:
     r"""Mean, whitener, log weight and degrees of freedom of the predictive t of every group; -1 is no group.
+
+    Also returns the means with the whitener of :math:`\Psi_0`, the spread that all groups share.
 
     The prior is :math:`\Sigma \sim W^{-1}(\Psi_0, \nu_0)` with :math:`\nu_0 = R + 2`; its mean :math:`\Psi_0` is the
     pooled spread within groups. For n points with scatter matrix :math:`S` the predictive t has
@@ -153,4 +166,4 @@ def _students(
             - dim / 2 * math.log(freedom[k] * math.pi)
             - float(np.log(np.diag(factor)).sum())
         )
-    return means, whiteners, weights, freedom
+    return (means, whiteners, weights, freedom), ClassSpread(means, np.linalg.inv(np.linalg.cholesky(prior)))

@@ -8,9 +8,17 @@ with all other classes:
 - neighbours: :math:`\log \frac{d_{\ne c}(z)}{d_c(z)}`, the distance to the nearest training point of another class
   over the distance to the nearest training point of the class itself (the trust score of Jiang et al. 2018).
 
-Three nonconformity scores measure the distance from the training data: minus the log of the largest class density, the
-distance to the nearest reference point in the coordinates of the embeddings, and the same distance with every
-direction scaled to unit variance.
+Kinds of nonconformity measure how far a point is from the training data, each in its own way:
+
+- density: minus the log of the largest class density, of direction and length;
+- nearest: the distance to the nearest reference point, in the coordinates of the embeddings;
+- nearest_white: the same distance with every direction scaled to unit variance;
+- nearest_direction: the distance of unit vectors to the nearest reference points of the nearest classes;
+- mahalanobis: the Mahalanobis distance of directions to the nearest class mean, with the residual outside the
+  directions of largest variance (:mod:`sepc_torch.head.shared_gaussian`);
+- energy, where logits are given: :math:`-\log \sum_c e^{l_c}` (Liu et al. 2020).
+
+:mod:`sepc_torch.head.strangeness` combines them.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ from sepc_torch.head.densities import RegionDensities, fit_densities
 from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.passes import ProjectedSet
 from sepc_torch.head.projection import Projection
+from sepc_torch.head.shared_gaussian import SharedGaussian, shared_gaussian
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid
 from sepc_torch.shapes import Array, Float, Int
@@ -48,7 +57,7 @@ class Measurements(NamedTuple):
     """Label-independent measurements of a batch.
 
     ``density`` holds log densities of every class. ``near`` holds distances to the nearest reference point of every
-    class; it is None without reference points. ``nonconformity`` holds the nonconformity scores.
+    class; it is None without reference points. ``nonconformity`` holds the kinds of :attr:`Evidence.kinds`.
     """
 
     density: Float[Tensor, "B C"]
@@ -64,13 +73,21 @@ class Evidence(nn.Module):
         densities: Class densities in the polar coordinates.
         white: Projection from embeddings to directions of unit variance.
         reference_points: Training points, in the coordinates of the embeddings; may be empty.
+        gaussian: Class means and pooled covariance in the polar coordinates. None in heads of file formats 1 to 3,
+            which have only the first three kinds of nonconformity.
     """
 
     def __init__(
-        self, polar: Projection, densities: RegionDensities, white: Projection, reference_points: Neighbours
+        self,
+        polar: Projection,
+        densities: RegionDensities,
+        white: Projection,
+        reference_points: Neighbours,
+        gaussian: SharedGaussian | None,
     ) -> None:
         super().__init__()
         self.polar, self.densities, self.white, self.reference_points = polar, densities, white, reference_points
+        self.gaussian = gaussian
         self._whiten_reference_points()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
@@ -98,12 +115,26 @@ class Evidence(nn.Module):
             RegionDensities(bank, *regions),
             Projection(tensors["white.shift"], tensors["white.matrix"], unit_length=False),
             Neighbours(*(tensors[f"reference_points.{name}"] for name in ("offsets", "codes", "origin"))),
+            _gaussian_from(tensors, ""),
         )
 
+    def match_kinds(self, tensors: Mapping[str, Any], prefix: str) -> None:
+        """Give the module the kinds of nonconformity of a state dict, whose names begin with ``prefix``."""
+        found = _gaussian_from(tensors, prefix)
+        if (found is None) != (self.gaussian is None):
+            self.gaussian = None if found is None else found.to(self.polar.matrix)
+
     @property
-    def score_count(self) -> int:
-        """Number of nonconformity scores."""
-        return 3 if self.reference_points.ends else 1
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the columns of the nonconformity."""
+        found = ["density"]
+        if self.reference_points.ends:
+            found += ["nearest", "nearest_white"]
+            if self.gaussian is not None:
+                found.append("nearest_direction")
+        if self.gaussian is not None:
+            found.append("mahalanobis")
+        return tuple(found)
 
     @property
     def support_names(self) -> tuple[str, ...]:
@@ -113,12 +144,17 @@ class Evidence(nn.Module):
     @torch.no_grad()
     def measure(self, z: Float[Tensor, "B D"]) -> Measurements:
         """Return the measurements of embeddings that do not depend on a label."""
-        density = self.densities(self.polar(z))
+        coordinates, square = self.polar.with_square(z)
+        density = self.densities(coordinates)
         nonconformity = [-density.amax(dim=1)]
         near = None
         if self.reference_points.ends:
-            near = self.reference_points(z)
+            near, direction = self.reference_points.nearest(z)
             nonconformity += [near.amin(dim=1), self.white_reference_points(self.white(z)).squeeze(1)]
+            if self.gaussian is not None:
+                nonconformity.append(direction)
+        if self.gaussian is not None:
+            nonconformity.append(self.gaussian(coordinates, square))
         return Measurements(density, near, torch.stack(nonconformity, dim=1))
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
@@ -131,6 +167,12 @@ class Evidence(nn.Module):
     def forward(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for the label of each embedding; no gradient flows through it."""
         return self.values(self.measure(z), label)
+
+
+def _gaussian_from(tensors: Mapping[str, Any], prefix: str) -> SharedGaussian | None:
+    """The shared Gaussian of a state dict; None if it has none."""
+    names = [f"{prefix}gaussian.{name}" for name in ("whitener", "means", "deviations", "outside")]
+    return SharedGaussian(*(tensors[name] for name in names)) if all(name in tensors for name in names) else None
 
 
 def _after_loading(module: Evidence, _keys: Any) -> None:
@@ -154,6 +196,12 @@ def with_softmax(values: EvidenceValues, logits: Float[Tensor, "B C"], label: In
     # Two logits of the same infinity have no defined difference (NaN): neutral log odds of zero.
     softmax = torch.asinh(odds.nan_to_num(nan=0.0)).clamp(-_MAX_SOFTMAX, _MAX_SOFTMAX)
     return values._replace(support=torch.cat([softmax.to(support.dtype).unsqueeze(1), support], dim=1))
+
+
+def with_energy(values: EvidenceValues, logits: Float[Tensor, "B C"]) -> EvidenceValues:
+    """Append minus the log of the sum of exponentials of the network's logits to the nonconformity."""
+    energy = -logits.double().logsumexp(dim=1, keepdim=True)
+    return values._replace(nonconformity=torch.cat([values.nonconformity, energy.to(values.nonconformity)], dim=1))
 
 
 def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -203,5 +251,7 @@ def fit_evidence(data: ProjectedSet, pieces: Int[Array, "N"]) -> Evidence:
         data: The projected embeddings.
         pieces: The piece of its class that each embedding belongs to; -1 for no piece.
     """
-    densities = fit_densities(data.coordinates, data.codes, pieces)
-    return Evidence(data.polar, densities, data.white, data.reference_points)
+    densities, spread = fit_densities(data.coordinates, data.codes, pieces)
+    deviations = 1.0 / np.linalg.norm(data.polar.matrix.double().numpy(), axis=1)
+    gaussian = shared_gaussian(spread, deviations, data.polar.shift.shape[0], data.variance)
+    return Evidence(data.polar, densities, data.white, data.reference_points, gaussian)

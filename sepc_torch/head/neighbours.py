@@ -19,6 +19,18 @@ _MANY_CLASSES = 32
 _RECOMPUTED = 8
 
 
+class Nearest(NamedTuple):
+    r"""Distances to the nearest reference point of each class, and the least distance of directions.
+
+    ``direction`` is the least :math:`\| z / \|z\| - x / \|x\| \|` over the nearest reference points x of the
+    eight nearest classes (of all classes if there are at most 32). They are not always the points of the nearest
+    direction, but they are found anyway, and the difference is small.
+    """
+
+    distance: Float[Tensor, "B C"]
+    direction: Float[Tensor, "B"]
+
+
 class Neighbours(nn.Module):
     """Reference points of every class, and the distance to the nearest one of each class.
 
@@ -77,10 +89,17 @@ class Neighbours(nn.Module):
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return the Euclidean distance to the nearest reference point of each class."""
+        return self.nearest(z).distance
+
+    def nearest(self, z: Float[Tensor, "B D"]) -> Nearest:
+        """Return the distances to the nearest reference points, and the least distance of directions."""
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
-        offset = z.detach().to(dtype) - self.origin.to(dtype)
+        origin = self.origin.to(dtype)
+        offset = z.detach().to(dtype) - origin
         points, half_squares = self.offsets.to(dtype), self.half_squares.to(dtype)
-        return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
+        return Nearest(
+            *_nearest(offset, points, half_squares, origin, self.ends, self.slots, self.columns, self.shapes)
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
         before = self.offsets.dtype
@@ -129,15 +148,24 @@ def _group(ends: list[int]) -> _Groups:
 
 
 def _class_nearest(
-    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
-) -> Tensor:
+    z: Tensor,
+    points: Tensor,
+    half_squares: Tensor,
+    origin: Tensor,
+    ends: list[int],
+    slots: Tensor,
+    columns: Tensor,
+    shapes: list[int],
+) -> tuple[Tensor, Tensor]:
     r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
     the product loses the digits of short distances. With few classes all distances are computed from differences; with
-    many classes, only those of the nearest classes.
+    many classes, only those of the nearest classes. Directions are compared for the same points.
     """
-    out = z.new_empty(len(z), len(ends))
+    out, direction = z.new_empty(len(z), len(ends)), z.new_full((len(z),), torch.inf)
+    if not ends:
+        return out, direction
     exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
     rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
@@ -145,21 +173,34 @@ def _class_nearest(
             piece = z[start : start + rows]
             closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
             if not shapes:
-                out[start : start + rows] = _apart(piece, points, _best_of_each(closeness, ends))
+                distance, turned = _apart(piece, points, _best_of_each(closeness, ends), origin)
+                out[start : start + rows], direction[start : start + rows] = distance, turned
                 continue
             best = _best_together(closeness, slots, columns, shapes)
             squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
             near = squares.topk(exact, dim=1, largest=False).indices
-            distance = squares.clamp_min_(0).sqrt_()
-            out[start : start + rows] = distance.scatter_(1, near, _apart(piece, points, best.gather(1, near)))
-    return out
+            distance, turned = _apart(piece, points, best.gather(1, near), origin)
+            out[start : start + rows] = squares.clamp_min_(0).sqrt_().scatter_(1, near, distance)
+            direction[start : start + rows] = turned
+    return out, direction
 
 
-def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """Distances between every row and the points of its indices, from differences."""
-    apart = points[index]
-    apart -= z.unsqueeze(1)
-    return torch.linalg.vector_norm(apart, dim=2)
+def _apart(
+    z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"], origin: Float[Tensor, "D"]
+) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b"]]:
+    """Distances between every row and the points of its indices, and the least distance of directions.
+
+    Both come from differences. Rows and points are relative to the origin; directions are those from zero.
+    """
+    found = points[index]
+    distance = torch.linalg.vector_norm(found - z.unsqueeze(1), dim=2)
+    turned = _directions(found.add_(origin)).sub_(_directions(z + origin).unsqueeze(1))
+    return distance, torch.linalg.vector_norm(turned, dim=2).amin(dim=1)
+
+
+def _directions(x: Tensor) -> Tensor:
+    """Rows divided by their lengths; rows of zeros stay zeros."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
@@ -186,14 +227,21 @@ def _best_together(
 
 
 def _class_nearest_shape(
-    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
-) -> Tensor:
-    return z.new_empty(z.shape[0], len(ends))
+    z: Tensor,
+    points: Tensor,
+    half_squares: Tensor,
+    origin: Tensor,
+    ends: list[int],
+    slots: Tensor,
+    columns: Tensor,
+    shapes: list[int],
+) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape[0], len(ends)), z.new_empty(z.shape[0])
 
 
 _nearest = torch_ops.operator(
-    "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
-    "int[] shapes) -> Tensor",
+    "class_nearest(Tensor z, Tensor points, Tensor half_squares, Tensor origin, int[] ends, Tensor slots, "
+    "Tensor columns, int[] shapes) -> (Tensor, Tensor)",
     _class_nearest,
     _class_nearest_shape,
 )

@@ -48,7 +48,8 @@ class ProjectedSet(NamedTuple):
     """Coordinates of the training embeddings.
 
     ``points`` are the coordinates of the partition. ``coordinates`` are those of the densities, which ``polar``
-    computes. ``codes`` are indices into ``classes`` (C,). ``white`` scales all directions to unit variance.
+    computes; ``variance`` is the sum of the variances of all polar features. ``codes`` are indices into ``classes``
+    (C,). ``white`` scales all directions to unit variance.
     """
 
     points: Float[Array, "N R"]
@@ -58,6 +59,7 @@ class ProjectedSet(NamedTuple):
     polar: Projection
     white: Projection
     reference_points: Neighbours
+    variance: float
 
 
 def first_pass(
@@ -164,7 +166,9 @@ def second_pass(
     if start < total:
         _refuse_other_rows(first, seen, 0)
     owners = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)[chosen])
-    return ProjectedSet(points, coordinates, codes, first.classes, polar, white, Neighbours(reference, owners))
+    kept_points = Neighbours(reference, owners)
+    variance = float(np.trace(first.moments.polar().covariance))
+    return ProjectedSet(points, coordinates, codes, first.classes, polar, white, kept_points, variance)
 
 
 def _read(

@@ -21,8 +21,8 @@ class HeadPrediction(NamedTuple):
 
     A flagged embedding has the label -1 in both label fields and the largest nonconformity score. A flagged row of
     logits (NaN, or no single largest value) has no network label: ``network_label`` is -1; ``network_trust``,
-    ``confidence`` and ``joint`` are 0; ``network_margin`` and ``class_p_value`` are NaN; the row is not accepted. The
-    fields of the point itself and of the head's own label keep their values in these rows.
+    ``confidence`` and ``joint`` are 0; ``network_margin`` and ``class_p_value`` are NaN; the nonconformity score is the
+    largest; the row is not accepted. The fields of the head's own label keep their values in these rows.
 
     Attributes:
         label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
@@ -35,6 +35,7 @@ class HeadPrediction(NamedTuple):
             probability at most u.
         class_p_value: Conformal p-value among the calibration points of the label's class.
         strangeness: Nonconformity score that the p-values rank; larger is less typical. Distant points have no ties.
+            With logits it also uses their energy, so it differs from the score without logits.
         joint: Probability that the label is right *and* the point is of a known kind. The calibration points that
             are not ranked fit this score.
         accept: Whether the joint score reaches the threshold of :meth:`TrustHead.accept_at`.

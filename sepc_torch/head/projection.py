@@ -71,6 +71,19 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
+        return self._coordinates(self._centred(x))
+
+    def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
+        r"""Project a batch of embeddings (B, D), and return also :math:`\|\bar x - m\|^2`."""
+        centred = self._centred(x)
+        return self._coordinates(centred), centred.square().sum(dim=1)
+
+    def _coordinates(self, centred: Float[Tensor, "B E"]) -> Float[Tensor, "B R"]:
+        with torch.autocast(centred.device.type, enabled=False):
+            return exact_product(centred, self.matrix.to(centred.dtype))
+
+    def _centred(self, x: Tensor) -> Float[Tensor, "B E"]:
+        """Check the embeddings, normalise and centre them."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
@@ -93,7 +106,7 @@ class Projection(nn.Module):
                     length = torch.where(length.isinf(), torch.nan, length)
                     length = length.clamp_min(self.least_length.to(dtype))
                     x = torch.cat([x / length, length.log()], dim=1)
-            return _product(x - self.shift.to(dtype), self.matrix.to(dtype))
+            return x - self.shift.to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
@@ -110,8 +123,8 @@ def _product_shape(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 # A custom operator, because torch.compile cannot trace a change of global settings.
-_product = torch_ops.operator("exact_product(Tensor x, Tensor matrix) -> Tensor", _exact_product, _product_shape)
-torch_ops.differentiable("exact_product", lambda x, matrix, output, grad: (_product(grad, matrix.T), None))
+exact_product = torch_ops.operator("exact_product(Tensor x, Tensor matrix) -> Tensor", _exact_product, _product_shape)
+torch_ops.differentiable("exact_product", lambda x, matrix, output, grad: (exact_product(grad, matrix.T), None))
 
 
 def fit_projection(

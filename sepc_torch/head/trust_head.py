@@ -24,11 +24,12 @@ from sepc_torch.data import files
 from sepc_torch.data.arrays import check_choice, count, float64_device, numeric_points, usable_device
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
-from sepc_torch.head.calibration import Acceptance, Calibrated, Calibration
+from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
+from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection, choose_projection
@@ -78,7 +79,7 @@ class TrustHead(nn.Module):
         self.projection = projection
         self.sepc = sepc
         self.evidence = evidence
-        self.calibration = None if evidence is None else Calibration(evidence.support_names, evidence.score_count)
+        self.calibration = None if evidence is None else Calibration(evidence.support_names, len(evidence.kinds))
 
     @classmethod
     def fit(
@@ -266,9 +267,9 @@ class TrustHead(nn.Module):
         index = label.clamp_min(0)
         values = self.evidence(z, index)
         invalid = invalid | values.support.isnan().any(dim=1)
-        values = values._replace(nonconformity=torch.where(invalid[:, None], torch.nan, values.nonconformity))
-        calibrated = self.calibration(values, index, logits, own=own)
         refused = invalid | (label < 0)
+        values = values._replace(nonconformity=torch.where(refused[:, None], torch.nan, values.nonconformity))
+        calibrated = self.calibration(values, index, logits, own=own)
         return calibrated._replace(
             confidence=torch.where(refused, 0.0, calibrated.confidence),
             class_p_value=torch.where(refused & ~invalid, torch.nan, calibrated.class_p_value),
@@ -339,7 +340,7 @@ class TrustHead(nn.Module):
             raise ValueError(f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")
         own = self.sepc(self.projection(z)).label
         data = calibration_set(self.evidence, z, codes, own, logits, len(self.classes))
-        calibration = Calibration(self.evidence.support_names, self.evidence.score_count)
+        calibration = Calibration(self.evidence.support_names, len(self.evidence.kinds))
         calibration.fit(data.values, data.right, codes, len(self.classes), rank_fraction, seed, data.logits)
         self.calibration = calibration.to(z.device)
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
@@ -422,5 +423,7 @@ class TrustHead(nn.Module):
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         convert_state(state_dict, prefix)
+        if self.evidence is not None:
+            self.evidence.match_kinds(state_dict, f"{prefix}evidence.")
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

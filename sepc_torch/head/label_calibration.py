@@ -1,0 +1,181 @@
+"""Calibration of one source of labels, the network or the head itself: scores, p-values, acceptance threshold."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.head.confidence import Confidence
+from sepc_torch.head.conformal import (
+    ClassCalibration,
+    class_calibration,
+    class_p_value,
+    flag_threshold,
+    p_value_from_sorted,
+    risk_threshold,
+    sorted_calibration,
+)
+from sepc_torch.head.evidence import EvidenceValues
+from sepc_torch.head.strangeness import Strangeness
+from sepc_torch.shapes import Bool, Float, Int
+
+# Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
+# hundred of the calibration distribution have odds above one.
+UNKNOWN_ODDS = 0.03
+
+
+class Acceptance(NamedTuple):
+    """Acceptance threshold of a head, with its coverage and error on the ranked calibration points.
+
+    Attributes:
+        threshold: The head accepts joint scores of at least this value. It is inf if the head accepts nothing, and
+            -inf if it accepts everything.
+        coverage: The share of the ranked points that are accepted.
+        error: The share of the accepted points whose label is wrong; NaN if no point is accepted.
+        points: The number of ranked points.
+        found: Whether a threshold satisfies the request; if not, the head accepts nothing.
+    """
+
+    threshold: float
+    coverage: float
+    error: float
+    points: int
+    found: bool
+
+
+class Typicality(NamedTuple):
+    """Nonconformity score, conformal p-values and log typicality of points."""
+
+    nonconformity: Float[Tensor, "B"]
+    p_value: Float[Tensor, "B"]
+    class_p_value: Float[Tensor, "B"]
+    log_typicality: Float[Tensor, "B"]
+
+
+class LabelCalibration(nn.Module):
+    """Calibration for one source of labels: the network, or the head itself.
+
+    ``confidence`` is the reported model, fitted to all calibration points. ``ranking`` is the model inside the joint
+    score; it and ``strangeness`` are fitted only to the points that are not ranked. ``held_joint`` holds the joint
+    scores of the ranked points, ``held_right`` whether their labels are right, ``held_nonconformity`` and, by class,
+    ``class_nonconformity`` their sorted nonconformity scores. ``threshold`` is the least accepted joint score. Logits
+    are divided by ``temperature``.
+
+    Args:
+        names: Names of the columns of the support.
+        kinds: Number of kinds of nonconformity.
+    """
+
+    held_joint: Tensor
+    held_right: Tensor
+    held_nonconformity: Tensor
+    class_nonconformity: Tensor
+    class_counts: Tensor
+    threshold: Tensor
+    temperature: Tensor
+    unknown_odds: Tensor
+
+    def __init__(self, names: list[str], kinds: int) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+        self.confidence = Confidence(names)
+        self.ranking = Confidence(names)
+        self.strangeness = Strangeness(kinds)
+        self.register_buffer("unknown_odds", torch.tensor(UNKNOWN_ODDS, dtype=torch.float64))
+        self.register_buffer("held_nonconformity", torch.zeros(0))
+        self.register_buffer("class_nonconformity", torch.zeros(0, 0))
+        self.register_buffer("class_counts", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("held_joint", torch.zeros(0))
+        self.register_buffer("held_right", torch.zeros(0, dtype=torch.bool))
+        self.register_buffer("threshold", torch.tensor(torch.inf))
+
+    @property
+    def done(self) -> bool:
+        """Whether these labels were calibrated."""
+        return self.held_joint.shape[0] > 0
+
+    def fit(
+        self,
+        values: EvidenceValues,
+        right: Bool[Tensor, "M"],
+        codes: Int[Tensor, "M"],
+        classes: int,
+        fitted: Int[Tensor, "f"],
+        held: Int[Tensor, "h"],
+    ) -> None:
+        """Fit to calibration points.
+
+        Args:
+            values: The evidence for the labels.
+            right: Whether the labels are right.
+            codes: The true classes.
+            classes: Number of classes.
+            fitted: Indices of the points that fit the ranked scores.
+            held: Indices of the points that are only ranked.
+        """
+        support, nonconformity = values.support, values.nonconformity
+        self.confidence.fit(support.double().numpy(), right.numpy())
+        self.ranking.fit(support[fitted].double().numpy(), right[fitted].numpy(), bend=False)
+        self.strangeness.fit(nonconformity[fitted], ~right[fitted])
+        combined, log_typicality = self.strangeness(nonconformity[held])
+        self.held_nonconformity = sorted_calibration(combined)
+        self.class_nonconformity, self.class_counts = class_calibration(combined, codes[held], classes)
+        self.held_joint = self.joint(support[held], log_typicality)
+        self.held_right = right[held]
+
+    def typicality(self, nonconformity: Float[Tensor, "B S"], label: Int[Tensor, "B"]) -> Typicality:
+        """Return the combined nonconformity score of points, its p-values and the log typicality."""
+        combined, log_typicality = self.strangeness(nonconformity)
+        by_class = ClassCalibration(self.class_nonconformity, self.class_counts)
+        p_value = p_value_from_sorted(self.held_nonconformity, combined)
+        return Typicality(combined, p_value, class_p_value(by_class, combined, label), log_typicality)
+
+    def joint(self, support: Float[Tensor, "B F"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+        """Return the joint score of labels; see :func:`joint_score`."""
+        return joint_score(self.ranking(support), log_typicality, self.unknown_odds)
+
+    def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
+        """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta."""
+        if flag_rate is not None:
+            threshold = flag_threshold(self.held_joint, flag_rate)
+            if threshold == -math.inf:
+                warnings.warn(
+                    f"{len(self.held_joint)} ranked points are too few for flag_rate={flag_rate:g}; the head accepts "
+                    f"every point. Calibrate with more points, or choose a flag_rate of at least "
+                    f"{self.least_flag_rate(flag_rate):.3g}.",
+                    stacklevel=4,
+                )
+            return self._set_threshold(threshold, found=True)
+        assert risk is not None
+        found = risk_threshold(self.held_joint, self.held_right, risk, delta)
+        return self._set_threshold(found.threshold, found.found)
+
+    def least_flag_rate(self, wanted: float) -> float:
+        """The larger of the wanted rate and the least rate that this number of points can guarantee."""
+        return max(wanted, 1.0 / (len(self.held_joint) + 1))
+
+    def _set_threshold(self, threshold: float, found: bool) -> Acceptance:
+        self.threshold = self.held_joint.new_tensor(threshold)  # in the dtype of the scores: no rounding
+        accepted = self.held_joint >= threshold
+        error = float((~self.held_right[accepted]).double().mean())  # the mean of no values is NaN
+        return Acceptance(threshold, float(accepted.double().mean()), error, len(accepted), found)
+
+
+def joint_score(
+    confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"], unknown_odds: Float[Tensor, ""]
+) -> Float[Tensor, "B"]:
+    r"""Probability :math:`c \, \frac{p}{p + \lambda}` that a label is right and the point is of a known kind.
+
+    c is the confidence, p the typicality and :math:`\lambda` the prior odds that a point is of an unknown kind. At
+    typicality p the odds are :math:`\lambda / p`: the prior odds times 1/p, the strongest evidence that a p-value can
+    give against the known kinds. Points of ordinary typicality, :math:`p \gg \lambda`, keep the order of their
+    confidence.
+
+    >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log(), torch.tensor(0.1))
+    tensor([0.8182, 0.0089])
+    """
+    return confidence * torch.sigmoid(log_typicality - unknown_odds.log().to(log_typicality.dtype))

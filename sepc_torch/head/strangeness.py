@@ -1,0 +1,107 @@
+r"""One nonconformity score from several kinds, and the typicality of a point.
+
+Every kind j of nonconformity becomes :math:`l_j = -\log p_j`, where :math:`p_j` is the share of calibration points with
+a score at least as large. The combined score is
+
+.. math:: s = \sum_j w_j \min(l_j, \log 10) + \sum_j \max(l_j - \log 10, 0), \qquad w_j \ge 0, \quad \sum_j w_j = S.
+
+The first sum orders ordinary points, nine in ten for every kind. Its weights are those of a logistic regression of the
+label's mistakes on the calibration points: a kind that says nothing about mistakes, or points the wrong way, gets no
+weight. Mistakes stand in for unknowns, which no calibration set has: both lie where the network has seen little. The
+second sum gives every kind a say about points beyond nine tenths of the calibration points, whatever its weight: a
+kind can be blind to mistakes and still be the only one that sees a distant unknown.
+
+Weights and shares are fitted to calibration points that are not ranked, so p-values of s stay exactly valid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.head.confidence import fit_logistic
+from sepc_torch.shapes import Bool, Float
+
+# Fraction of calibration points that form the tail (their mean excess sets its slope), and their least number.
+TAIL_FRACTION = 0.1
+MIN_TAIL_POINTS = 5
+
+
+class Strangeness(nn.Module):
+    """Combined nonconformity score and typicality of points, from S kinds of nonconformity.
+
+    Args:
+        kinds: Number of kinds S.
+
+    >>> scores = torch.stack([torch.arange(100.0), torch.arange(100.0).flip(0)], dim=1)
+    >>> model = Strangeness(2)
+    >>> model.fit(scores, torch.arange(100) > 80)  # mistakes have a large first and a small second score
+    >>> model.weights
+    tensor([2., 0.], dtype=torch.float64)
+    """
+
+    ordered: Tensor
+    weights: Tensor
+    combined: Tensor
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.register_buffer("ordered", torch.zeros(kinds, 0, dtype=torch.float64))
+        self.register_buffer("weights", torch.ones(kinds, dtype=torch.float64))
+        self.register_buffer("combined", torch.zeros(0, dtype=torch.float64))
+
+    def fit(self, nonconformity: Float[Tensor, "M S"], wrong: Bool[Tensor, "M"]) -> None:
+        """Fit shares and weights to calibration points, and to whether their labels are wrong."""
+        self.ordered = nonconformity.double().T.sort(dim=1).values.contiguous()
+        surprise = self._surprise(nonconformity)
+        bulk = surprise.clamp_max(-math.log(TAIL_FRACTION)).numpy()
+        kinds = bulk.shape[1]
+        weights, _ = fit_logistic(bulk, wrong.numpy(), np.full(kinds, 1.0 / kinds))
+        if weights.sum() == 0:  # no kind tells anything about mistakes: no reason to prefer one
+            weights = np.ones(kinds)
+        self.weights = torch.from_numpy(weights * (kinds / weights.sum()))
+        self.combined = self._combine(surprise).sort().values
+
+    def forward(self, nonconformity: Float[Tensor, "B S"]) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
+        """Return the combined nonconformity score and the log typicality of every row."""
+        combined = self._combine(self._surprise(nonconformity))
+        dtype = nonconformity.dtype
+        return combined.to(dtype), log_survival(self.combined.double(), combined).to(dtype)
+
+    def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+        columns = zip(self.ordered.double(), nonconformity.double().T, strict=True)
+        return -torch.stack([log_survival(ordered, values) for ordered, values in columns], dim=1)
+
+    def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
+        end = -math.log(TAIL_FRACTION)
+        bulk = (self.weights.double() * surprise.clamp_max(end)).sum(dim=1)
+        return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
+
+
+def log_survival(ordered: Float[Tensor, "M"], values: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    r"""Log of the share of calibration scores that are at least as large as each value, smooth and finite.
+
+    Between two calibration scores the share is interpolated linearly. Beyond the start u of the largest tenth it falls
+    like :math:`e^{-(s - u) / m}`, where m is the mean excess of that tenth. NaN counts as infinity.
+
+    >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
+    tensor([0.5100, 0.0026])
+    """
+    count = len(ordered)
+    tail = min(max(MIN_TAIL_POINTS, round(TAIL_FRACTION * count)), count - 1)
+    start = ordered[count - 1 - tail]
+    excess = (ordered[count - tail :] - start).mean()
+    # Equal calibration scores would make the slope infinite.
+    excess = excess.clamp_min(torch.finfo(ordered.dtype).eps * (1.0 + start.abs()))
+    values = torch.where(values.isnan(), torch.inf, values)
+    above = torch.searchsorted(ordered, values.contiguous())
+    upper = ordered[above.clamp_max(count - 1)]
+    lower = ordered[(above - 1).clamp_min(0)]
+    fraction = torch.where(upper > lower, (values - lower) / (upper - lower), torch.ones_like(values)).clamp(0.0, 1.0)
+    rank = torch.where(above > 0, above - 1 + fraction, torch.zeros_like(values))
+    inside = torch.log((count + 1 - rank) / (count + 1))
+    outside = math.log((tail + 2) / (count + 1)) - (values - start) / excess
+    return torch.where(values > start, outside, inside).clamp_min(-torch.finfo(torch.float32).max)

@@ -1,0 +1,196 @@
+"""Survival of nonconformity scores, and their combination: formula, weights, tails, uniformity."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.stats import gamma
+from torch import Tensor
+
+from sepc_torch.head.strangeness import Strangeness, log_survival
+from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
+
+
+@pytest.mark.parametrize("count", [2, 5, 6, 20, 333])
+@pytest.mark.parametrize("ties", [False, True])
+def test_survival_decreases_from_one_towards_zero(rng: Rng, count: int, ties: bool) -> None:
+    values = rng.integers(0, 6, count).astype(float) if ties else rng.gamma(2.0, size=count)
+    ordered = torch.from_numpy(values).sort().values
+    grid = torch.cat([torch.linspace(-1.0, 30.0, 5000, dtype=torch.float64), ordered]).sort().values
+    found = log_survival(ordered, grid)
+    assert found.isfinite().all()
+    assert (found.diff() <= 0).all()
+    assert (found <= 0).all()
+    assert found[0] == 0.0
+    beyond = log_survival(ordered, torch.tensor([1e3, 1e6, 1e30, torch.inf, torch.nan], dtype=torch.float64))
+    assert beyond.isfinite().all(), "the log survival must be finite"
+    assert (beyond.diff() <= 0).all()
+    assert beyond[3] == beyond[4]
+
+
+def test_survival_is_the_p_value_at_calibration_scores(rng: Rng) -> None:
+    """Below the tail, linear between two scores, and continuous at the start of the tail."""
+    ordered = torch.from_numpy(rng.normal(size=200)).sort().values
+    place = torch.arange(200, dtype=torch.float64)
+    start = 200 - 1 - 20
+    found = log_survival(ordered, ordered[: start + 1]).exp()
+    assert torch.allclose(found, (201 - place[: start + 1]) / 201, atol=1e-12)
+    middle = log_survival(ordered, (ordered[:start] + ordered[1 : start + 1]) / 2).exp()
+    assert torch.allclose(middle, (found[:-1] + found[1:]) / 2, atol=1e-9)
+    edge = ordered[start]
+    gap = 1e-9 * torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    before, after = log_survival(ordered, edge + gap)
+    steepest = 1 / (ordered.diff().min() * 20)
+    assert float(before - after) <= 2e-9 * float(steepest + 10.0)
+
+
+def test_the_tail_is_exponential(rng: Rng) -> None:
+    """For exponential scores the mean excess of the 100 largest has a gamma distribution."""
+    ordered = torch.from_numpy(rng.exponential(size=1000)).sort().values
+    far = log_survival(ordered, torch.tensor([50.0, 51.0], dtype=torch.float64))
+    mean_excess = 1.0 / float(far[0] - far[1])
+    assert gamma.ppf(1e-8, 100) / 100 < mean_excess < gamma.isf(1e-8, 100) / 100
+    start = ordered[1000 - 1 - 100]
+    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()))
+
+
+def test_survival_of_new_points_is_uniform(rng: Rng) -> None:
+    """Kolmogorov-Smirnov distance, within the Dvoretzky-Kiefer-Wolfowitz bound of both samples."""
+    count = 4000
+    bound = 2 * math.sqrt(math.log(2 / 1e-8) / (2 * count))
+    for draw in (rng.exponential, rng.normal, rng.lognormal):
+        ordered = torch.from_numpy(draw(size=count)).sort().values
+        share = log_survival(ordered, torch.from_numpy(draw(size=count))).exp().sort().values
+        uniform = torch.arange(1, count + 1) / count
+        # A wrong tail could shift the largest tenth by 0.1; an exponential tail of normal scores shifts it by 0.01.
+        assert float((share - uniform).abs().max()) < bound + 0.02
+
+
+def test_equal_scores_give_a_step() -> None:
+    ordered = torch.full((50,), 2.0, dtype=torch.float64)
+    found = log_survival(ordered, torch.tensor([1.0, 2.0, 2.1], dtype=torch.float64))
+    assert found[:2].tolist() == [0.0, 0.0]
+    assert found[2] < -1e6
+
+
+class TestStrangeness:
+    def fitted(self, rng: Rng, kinds: int = 3, count: int = 500) -> tuple[Strangeness, Tensor]:
+        """Mistakes are more likely where the sum of the scores, each in its unit, is large."""
+        scores = rng.gamma(2.0, size=(count, kinds))
+        wrong = rng.random(count) < 1 / (1 + np.exp(3.0 * kinds - scores.sum(axis=1)))
+        nonconformity = torch.from_numpy(scores * 10.0 ** np.arange(kinds))
+        model = Strangeness(kinds)
+        model.fit(nonconformity, torch.from_numpy(wrong))
+        return model, nonconformity
+
+    def test_the_formula(self, rng: Rng) -> None:
+        """Against NumPy, with weights from an independent solver."""
+        count, kinds = 400, 3
+        nonconformity = rng.normal(size=(count, kinds))
+        wrong = rng.random(count) < 1 / (1 + np.exp(2.0 - 2.0 * nonconformity[:, 0] - nonconformity[:, 1]))
+        model = Strangeness(kinds)
+        model.fit(torch.from_numpy(nonconformity), torch.from_numpy(wrong))
+        fresh = 3.0 * rng.normal(size=(100, kinds))
+
+        def surprise(points: Array) -> Array:
+            columns = zip(nonconformity.T, points.T, strict=True)
+            shares = [log_survival(torch.from_numpy(np.sort(a)), torch.from_numpy(b).contiguous()) for a, b in columns]
+            return -torch.stack(shares, dim=1).numpy()
+
+        bulk = np.minimum(surprise(nonconformity), math.log(10))
+        target = np.where(wrong, (wrong.sum() + 1) / (wrong.sum() + 2), 1 / ((~wrong).sum() + 2))
+
+        def loss(w: Array) -> float:
+            score = bulk @ w[:-1] + w[-1]
+            prior = np.sum((w[:-1] - 1 / kinds) ** 2) / 2 + w[-1] ** 2 / 200
+            return float(np.sum(np.logaddexp(0.0, score) - target * score) + prior)
+
+        bounds = [(0.0, None)] * kinds + [(None, None)]
+        found = minimize(loss, np.zeros(kinds + 1), bounds=bounds, method="SLSQP", options={"ftol": 1e-14}).x[:-1]
+        assert model.weights.numpy() == pytest.approx(found / found.sum() * kinds, abs=1e-2)
+        new = surprise(fresh)
+        expected = np.minimum(new, math.log(10)) @ model.weights.numpy() + np.maximum(new - math.log(10), 0).sum(axis=1)
+        assert model(torch.from_numpy(fresh))[0].numpy() == pytest.approx(expected)
+
+    def test_a_kind_that_points_the_wrong_way_counts_only_in_its_tail(self, rng: Rng) -> None:
+        doubt = rng.normal(size=2000)
+        wrong = rng.random(2000) < 1 / (1 + np.exp(3.0 - 3.0 * doubt))
+        nonconformity = torch.from_numpy(np.column_stack([doubt, -doubt + 0.1 * rng.normal(size=2000)]))
+        model = Strangeness(2)
+        model.fit(nonconformity, torch.from_numpy(wrong))
+        assert model.weights.tolist() == [2.0, 0.0]
+        row = torch.tensor([[0.0, -1.0], [0.0, 0.5], [0.0, 20.0]], dtype=torch.float64)
+        ordinary, same, far = model(row)[0].tolist()
+        assert ordinary == same < far
+
+    def test_without_mistakes_equal_kinds_have_equal_weights(self, rng: Rng) -> None:
+        model = Strangeness(4)
+        model.fit(torch.from_numpy(rng.normal(size=(50, 1))).expand(-1, 4), torch.zeros(50, dtype=torch.bool))
+        assert model.weights.tolist() == pytest.approx([1.0] * 4)
+
+    def test_a_single_score(self, rng: Rng) -> None:
+        """Below the tail, the survival of the survival equals the survival up to interpolation."""
+        model, nonconformity = self.fitted(rng, kinds=1)
+        combined, log_typical = model(nonconformity)
+        share = log_survival(nonconformity[:, 0].sort().values, nonconformity[:, 0])
+        assert torch.allclose(combined, -share)
+        ordinary = share.exp() > 0.15
+        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=1e-9)
+
+    def test_typicality_decreases_in_every_score(self, rng: Rng) -> None:
+        model, nonconformity = self.fitted(rng)
+        for column in range(3):
+            more = nonconformity.clone()
+            more[:, column] += 10.0**column * torch.from_numpy(rng.random(500) + 0.1)
+            (was, typical), (now, less) = model(nonconformity), model(more)
+            assert (now >= was).all()
+            assert (now > was).float().mean() > 0.9
+            assert (less <= typical).all()
+
+    def test_typicality_ignores_the_units_of_scores(self, rng: Rng) -> None:
+        model, nonconformity = self.fitted(rng)
+        wrong = torch.from_numpy(rng.random(500) < 0.2)
+        other = Strangeness(3)
+        unit = torch.tensor([1e-6, 3.0, 1e6], dtype=torch.float64)
+        model.fit(nonconformity, wrong)
+        other.fit(nonconformity * unit, wrong)
+        fresh = torch.from_numpy(rng.gamma(3.0, size=(100, 3)) * [1, 10, 100])
+        for a, b in zip(model(fresh), other(fresh * unit), strict=True):
+            assert torch.allclose(a, b)
+
+    def test_distant_points_have_no_ties(self, rng: Rng) -> None:
+        model, _ = self.fitted(rng)
+        far = torch.logspace(2, 12, 40, dtype=torch.float64)[:, None].expand(-1, 3)
+        combined, log_typical = model(far.float())
+        assert combined.dtype == log_typical.dtype == torch.float32
+        assert (combined.diff() > 0).all()
+        assert (log_typical.diff() < 0).all()
+
+    def test_nan_has_the_largest_nonconformity(self, rng: Rng) -> None:
+        model, nonconformity = self.fitted(rng)
+        rows = nonconformity[:2].clone()
+        rows[0, 1] = torch.nan
+        combined, log_typical = model(rows)
+        assert combined[0] > 1e30
+        assert log_typical[0].isfinite()
+        assert log_typical[0] < -1e30
+
+    def test_typicality_of_new_points_is_uniform(self, rng: Rng) -> None:
+        """Also for dependent kinds and with weights: neither changes the share of new points above a score."""
+        count = 3000
+        bound = 2 * math.sqrt(math.log(2 / 1e-8) / (2 * count))
+        model, _ = self.fitted(rng)
+
+        def draw() -> Tensor:
+            shared = rng.gamma(2.0, size=(count, 1))
+            return torch.from_numpy(shared * [1.0, 2.0, 3.0] + 0.1 * rng.normal(size=(count, 3)))
+
+        model.fit(draw(), torch.from_numpy(rng.random(count) < 0.1))
+        share = model(draw())[1].exp().sort().values
+        assert float((share - torch.arange(1, count + 1) / count).abs().max()) < bound + 0.02
