@@ -16,9 +16,12 @@ from torch.distributions import Categorical, MultivariateNormal
 
 from sepc_torch.metrics import baselines
 from sepc_torch.metrics.baselines import (
+    FDBD,
+    SIRC,
     Gaussians,
     Mahalanobis,
     NearestNeighbours,
+    NNGuide,
     OneEllipsoid,
     RelativeMahalanobis,
     TrustScore,
@@ -309,7 +312,7 @@ def test_baseline_scores_returns_every_score(data: Data) -> None:
     full = baseline_scores(
         data.z, data.y, data.test, data.logits, logits, (logits, data.y), classifier=(data.weight, data.bias)
     )
-    assert full.keys() - plain.keys() == {"vim", "scaled_softmax"}
+    assert full.keys() - plain.keys() == {"vim", "scaled_softmax", "nnguide", "fdbd"}
     for name, values in full.items():
         assert values.shape == (len(data.test),), name
         assert values.dtype == torch.float64, name
@@ -408,3 +411,47 @@ def test_peers_vim(data: Data) -> None:
     ours = ViM.fit(data.z, logits, classifier=(data.weight, data.bias), principal=2)
     assert ours.alpha == pytest.approx(theirs.alpha, rel=1e-4)
     close(ours.score(data.test, data.logits), -theirs.predict_features(data.test).double(), rtol=1e-3, atol=1e-3)
+
+
+def test_peers_nnguide(data: Data) -> None:
+    """pytorch-ood computes in float32, hence the tolerance."""
+    head = torch.nn.Linear(DIM, CLASSES)
+    head.weight.data, head.bias.data = data.weight.float(), data.bias.float()
+    theirs = peer("pytorch_ood.detector.nnguide").NNGuide(None, head, k=10).fit_features(data.z, data.y)
+    logits = data.z @ data.weight.T + data.bias
+    ours = NNGuide.fit(data.z, logits).score(data.test, data.logits)
+    close(ours, -theirs.predict_features(data.test.float()).double(), rtol=1e-3, atol=1e-3)
+
+
+def test_peers_fdbd(data: Data) -> None:
+    head = torch.nn.Linear(DIM, CLASSES)
+    head.weight.data, head.bias.data = data.weight.float(), data.bias.float()
+    theirs = peer("pytorch_ood.detector.fdbd").fDBD(None, head).fit_features(data.z)
+    ours = FDBD.fit(data.z, data.weight).score(data.test, data.logits)
+    close(ours, -theirs.predict_features(data.test).double(), rtol=1e-3, atol=1e-4)
+
+
+def test_scores_of_embeddings_and_logits_by_the_formulas(data: Data) -> None:
+    """NNGuide, fDBD and SIRC as their authors write them, row by row."""
+    train_logits = (data.z @ data.weight.T + data.bias).numpy()
+    z, w, test, logits = (part.numpy() for part in (data.z, data.weight, data.test, data.logits))
+
+    def log_sum(values: np.ndarray) -> float:
+        return float(np.log(np.exp(values - values.max()).sum()) + values.max())
+
+    norms = np.abs(z).sum(axis=1)
+    a, b = norms.mean() - 3 * norms.std(), 1 / norms.std()
+    guide, boundary, sirc = [], [], []
+    for point, row in zip(test, logits, strict=True):
+        cosines = z @ point / np.linalg.norm(z, axis=1) / np.linalg.norm(point)
+        weighted = sorted(c * log_sum(r) for c, r in zip(cosines, train_logits, strict=True))
+        guide.append(log_sum(row) * np.mean(weighted[-10:]))
+        best = int(row.argmax())
+        others = [c for c in range(CLASSES) if c != best]
+        distances = [(row[best] - row[c]) / np.linalg.norm(w[best] - w[c]) for c in others]
+        boundary.append(np.mean(distances) / np.linalg.norm(point - z.mean(axis=0)))
+        rest = sum(np.exp(row[c] - log_sum(row)) for c in others)
+        sirc.append(-rest * (1 + np.exp(-b * (np.abs(point).sum() - a))))
+    close(NNGuide.fit(data.z, torch.from_numpy(train_logits)).score(data.test, data.logits), torch.tensor(guide))
+    close(FDBD.fit(data.z, data.weight).score(data.test, data.logits), torch.tensor(boundary))
+    close(SIRC.fit(data.z).score(data.test, data.logits), -torch.tensor(sirc).neg().log())

@@ -13,6 +13,7 @@ import torch
 
 import sepc_torch
 from sepc_torch import Comparison, TrustHead, compare, metrics
+from sepc_torch.metrics import comparison
 from sepc_torch.metrics.baselines import baseline_scores
 from sepc_torch.metrics.compare import TITLES
 from sepc_torch.metrics.compare_inputs import InputFormat, classes_of_head
@@ -73,6 +74,7 @@ def same(a: Comparison, b: Comparison) -> bool:
 
 def test_rows_agree_with_the_metrics(case: Case) -> None:
     """With as many unknown rows as known ones, the joint task uses all rows."""
+    weight = np.eye(CLASSES, DIM)
     known = slice(0, len(case.ood))
     test_z, test_y, test_logits = case.test_z[known], case.test_y[known], case.test_logits[known]
     found = quiet(
@@ -80,6 +82,7 @@ def test_rows_agree_with_the_metrics(case: Case) -> None:
         logits_ood=case.ood_logits,
         logits_train=case.logits,
         calibration=case.held_out,
+        classifier=(weight, np.zeros(CLASSES)),
     )
     right = torch.from_numpy(test_logits.argmax(axis=1) == test_y)
     assert found.accuracy == float(right.double().mean())
@@ -91,6 +94,7 @@ def test_rows_agree_with_the_metrics(case: Case) -> None:
     far = trained(torch.from_numpy(case.ood).float(), logits=torch.from_numpy(case.ood_logits))
     z, y, logits = (torch.from_numpy(a) for a in (case.z, case.y, case.logits))
     calibration = torch.from_numpy(case.held_out[2]), torch.from_numpy(case.held_out[1])
+    classifier = torch.from_numpy(weight), torch.zeros(CLASSES, dtype=torch.float64)
     scores = {
         "SEP-C": ((out.confidence,), (-out.strangeness, -far.strangeness), (out.joint, far.joint)),
         "SEP-C joint": ((out.joint,), *2 * [(out.joint, far.joint)]),
@@ -98,7 +102,7 @@ def test_rows_agree_with_the_metrics(case: Case) -> None:
         "partition's margin": ((out.network_margin,), *2 * [(out.network_margin, far.network_margin)]),
     }
     near, unknown = (
-        baseline_scores(z, y, torch.from_numpy(a), torch.from_numpy(b), logits, calibration)
+        baseline_scores(z, y, torch.from_numpy(a), torch.from_numpy(b), logits, calibration, classifier)
         for a, b in ((test_z, test_logits), (case.ood, case.ood_logits))
     )
     scores |= {TITLES[name]: ((near[name],), *2 * [(near[name], unknown[name])]) for name in near}
@@ -187,8 +191,9 @@ def test_without_logits_of_unknown_rows_some_cells_are_empty(case: Case) -> None
     mine = TrustHead.fit(case.z, case.y)
     full = quiet(*case.five, case.ood, logits_ood=case.ood_logits, head=mine)
     found = quiet(*case.five, case.ood, head=mine)
-    for name in ("unknown_auroc", "fpr95"):
-        assert row(found, "SEP-C")[name] == row(full, "SEP-C")[name], "the nonconformity score needs no logits"
+    plain = mine.calibrate(case.test_z, case.test_y, case.test_logits)  # only the difference of known and unknown rows
+    near, far = (plain(torch.from_numpy(rows).float()).strangeness for rows in (case.test_z[found.judged], case.ood))
+    assert row(found, "SEP-C")["unknown_auroc"] == pytest.approx(float(metrics.unknown_auroc(-near, -far)), abs=0.05)
     assert math.isnan(row(found, "SEP-C")["scod_aurc"])
     for score in ("SEP-C joint", "paper's trust", "energy", "TrustScore", "one ellipsoid, ratio"):
         assert math.isnan(row(found, score)["unknown_auroc"])
@@ -242,9 +247,34 @@ def test_compare_prints_a_table_and_marks_the_best(case: Case, capsys: pytest.Ca
     assert text.count("*") >= len(found.columns) + 1, "one in every column, and one in the caption"
     assert len(found.caption.splitlines()) == 2
     assert f"accuracy {found.accuracy:.1%}" in found.caption
-    assert repr(found).startswith("Comparison(19 scores, 120 test rows, 150 unknown rows")
+    assert repr(found).startswith("Comparison(20 scores, 120 test rows, 150 unknown rows")
     quiet(*case.five)
     assert capsys.readouterr().out == ""
+
+
+def test_the_advice_follows_the_table(case: Case) -> None:
+    found = quiet(*case.five, case.ood, logits_ood=case.ood_logits)
+    assert str(found).replace("\n", " ").endswith(found.advice)
+    single = [row for row in found.rows if row["score"] not in comparison.OURS]
+    for column, field, task in (
+        ("aurc", "confidence", "mistakes"),
+        ("unknown_auroc", "strangeness", "unknowns"),
+        ("scod_aurc", "joint", "both"),
+    ):
+        ours, more = row(found, "SEP-C")[column], column == "unknown_auroc"
+        best = (max if more else min)(single, key=lambda row: row[column])
+        wins = ours >= best[column] if more else ours <= best[column]
+        wanted = f"to find {task}, use {field}" if wins else f"to find {task}, {best['score']} is better"
+        shown = [f"{v:.3f}" if more else f"{1000 * v:.2f}" for v in (ours, best[column])]
+        assert wanted in found.advice or shown[0] == shown[1]
+        assert all(value in found.advice for value in shown)
+    assert "unknowns" not in quiet(*case.five).advice
+
+
+@pytest.mark.parametrize("given", [(np.eye(3, DIM), np.zeros(2)), (np.eye(3, DIM + 1), np.zeros(3))])
+def test_a_classifier_of_another_shape_is_refused(case: Case, given: Any) -> None:
+    with pytest.raises(ValueError, match="classifier must"):
+        quiet(*case.five, classifier=given)
 
 
 def test_a_network_without_mistakes(case: Case) -> None:

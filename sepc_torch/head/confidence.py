@@ -76,8 +76,9 @@ def fit_logistic(
     r"""Fit weights :math:`w \ge 0` and a bias b by maximum a posteriori logistic regression.
 
     Minimises the cross-entropy plus :math:`\tfrac12 \|w - w_0\|^2 + \tfrac12 (b / 10)^2` for the prior mean
-    :math:`w_0`, by Newton steps with non-negative weights. The targets are Platt's: :math:`\frac{n_+ + 1}{n_+ + 2}` for right labels and
-    :math:`\frac{1}{n_- + 2}` for wrong ones. A hundred labels without a mistake do not prove an error rate of zero.
+    :math:`w_0`, by Newton steps with non-negative weights. The targets are Platt's:
+    :math:`\frac{n_+ + 1}{n_+ + 2}` for right labels and :math:`\frac{1}{n_- + 2}` for wrong ones. A hundred labels
+    without a mistake do not prove an error rate of zero.
 
     >>> w, b = fit_logistic(np.array([[-1.0], [1.0]] * 50), np.array([False, True] * 50), np.ones(1))
     >>> (w > 1).all(), abs(b) < 1e-6

@@ -37,7 +37,10 @@ TITLES = {
     "max_logit": "max logit",
     "energy": "energy",
     "gen": "GEN",
+    "sirc": "SIRC",
     "vim": "ViM",
+    "nnguide": "NNGuide",
+    "fdbd": "fDBD",
     "trust_score": "TrustScore",
     "knn": "k-NN (Sun)",
     "mahalanobis": "Mahalanobis",
@@ -84,6 +87,7 @@ def compare(
     *,
     logits_ood: Any = None,
     logits_train: Any = None,
+    classifier: tuple[Any, Any] | None = None,
     calibration: tuple[Any, Any, Any] | None = None,
     head: TrustHead | None = None,
     classes: Any = None,
@@ -105,7 +109,8 @@ def compare(
         z_ood: Embeddings (U, D) of unknown classes. They add the columns AUROC unknowns, FPR95 and SCOD-AURC.
         logits_ood: The network's logits of ``z_ood`` (U, C). Without them, scores that need logits or the network's
             label have no value for unknown rows. The nonconformity score of SEP-C needs neither.
-        logits_train: The network's logits of ``z_train`` (N, C), for ViM.
+        logits_train: The network's logits of ``z_train`` (N, C), for ViM and NNGuide.
+        classifier: Weight (C, D) and bias (C,) of the network's last layer, for fDBD and the origin of ViM.
         calibration: Embeddings, labels and logits of held-out rows, which calibrate the head and the temperature. By
             default a random half of the test rows calibrates, and the other half evaluates every score.
         head: A fitted head to use. It is copied, and the copy is calibrated. By default a head is fitted.
@@ -126,7 +131,7 @@ def compare(
     >>> logits = np.stack([np.zeros(300), z[:, 0] - 1.0], axis=1)  # this network uses one of the four features
     >>> found = compare(z[::2], y[::2], z[1::2], y[1::2], logits[1::2], normalize="standardize", show=False)
     >>> found
-    Comparison(19 scores, 75 test rows, 0 unknown rows, accuracy 0.8...)
+    Comparison(20 scores, 75 test rows, 0 unknown rows, accuracy 0.8...)
     >>> sepc, softmax = (row for row in found.rows if row["score"] in ("SEP-C", "max softmax"))
     >>> sepc["aurc"] < softmax["aurc"]
     True
@@ -154,6 +159,7 @@ def compare(
     if logits_train is not None:
         logits_train = form.logits(logits_train, "logits_train", len(points), "z_train")
 
+    last_layer = None if classifier is None else form.classifier(classifier)
     rng = np.random.default_rng(seed)
     evaluated = np.arange(len(test.z))
     if calibration is not None:
@@ -171,7 +177,7 @@ def compare(
     training = torch.tensor(points, device=form.device), torch.from_numpy(train.codes).to(form.device)
     scores = [
         *_sepc_scores(head, test, ood, logits_ood),
-        *_baseline_scores(training, test, ood, logits_ood, logits_train, held_out),
+        *_baseline_scores(training, test, ood, logits_ood, logits_train, held_out, last_layer),
     ]
     right = test.logits.argmax(dim=1) == test.codes
     pair = None if ood is None else _joint_rows(len(right), len(ood), rng)
@@ -214,7 +220,9 @@ def _sepc_scores(
     unknown = None if ood is None else _predict(head, ood, logits_ood)
     # Without logits the head scores its own label, not the network's: not comparable with the scores of the test rows.
     with_label = None if logits_ood is None else unknown
-    typical = None if unknown is None else (-known.strangeness, -unknown.strangeness)
+    # The nonconformity scores with and without logits cannot be compared: both sides use logits, or none does.
+    plain = known if logits_ood is not None or ood is None else _predict(head, test.z, None)
+    typical = None if unknown is None else (-plain.strangeness, -unknown.strangeness)
     joint = None if with_label is None else (known.joint, with_label.joint)
     trust = None if with_label is None else (known.network_trust, with_label.network_trust)
     margin = None if with_label is None else (known.network_margin, with_label.network_margin)
@@ -248,6 +256,7 @@ def _baseline_scores(
     logits_ood: Float[Tensor, "U C"] | None,
     logits_train: Float[Tensor, "N C"] | None,
     held_out: LabelledRows,
+    classifier: tuple[Float[Tensor, "C D"], Float[Tensor, "C"]] | None,
 ) -> list[_Score]:
     """The scores of all baselines; one call scores known and unknown rows, so each baseline is fitted once."""
     z, logits = test.z, test.logits
@@ -255,7 +264,7 @@ def _baseline_scores(
         # Zeros stand in for missing logits; the scores that depend on logits are left out below.
         logits = torch.cat([logits, logits.new_zeros(len(ood), logits.shape[1]) if logits_ood is None else logits_ood])
         z = torch.cat([z, ood])
-    found = baseline_scores(*training, z, logits, logits_train, (held_out.logits, held_out.codes))
+    found = baseline_scores(*training, z, logits, logits_train, (held_out.logits, held_out.codes), classifier)
     scores = []
     for name, values in found.items():
         known, unknown = values[: len(test.z)], values[len(test.z) :]

@@ -87,6 +87,22 @@ class InputFormat:
         checked = self.logits(logits, titles[2], len(points), titles[0])
         return LabelledRows(points, torch.from_numpy(codes).to(self.device), checked)
 
+    def classifier(self, given: tuple[Any, Any]) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C"]]:
+        """Weight and bias of the last layer, in float64 on the device."""
+        shapes = (len(self.names), self.features), (len(self.names),)
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise ValueError("classifier must be a pair (weight, bias) of the network's last layer.")
+        weight, bias = (
+            torch.as_tensor(part.detach() if isinstance(part, Tensor) else np.asarray(part)).to(self.device).double()
+            for part in given
+        )
+        if (weight.shape, bias.shape) != shapes:
+            raise ValueError(
+                f"classifier must hold a weight of shape {shapes[0]} and a bias of shape {shapes[1]}, got "
+                f"{tuple(weight.shape)} and {tuple(bias.shape)}."
+            )
+        return weight, bias
+
     def calibration_rows(self, calibration: Any) -> LabelledRows:
         """Convert the triple that the user passes as ``calibration``."""
         if not isinstance(calibration, (tuple, list)) or len(calibration) != 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,8 @@ class _Column(NamedTuple):
     more: bool
 
 
+# Width of the printed advice, about that of the table.
+_WIDTH = 110
 # The keys are the names of the functions in sepc_torch.metrics.
 _COLUMNS = {
     "aurc": _Column("AURC x1000", 1000.0, 2, more=False),
@@ -33,6 +36,16 @@ _COLUMNS = {
     "fpr95": _Column("FPR95", 1.0, 3, more=False),
     "scod_aurc": _Column("SCOD-AURC x1000", 1000.0, 2, more=False),
 }
+
+
+# What each question is called in the advice, its column, and the field of the head's prediction that answers it.
+_QUESTIONS = (
+    ("to find mistakes", "aurc", "confidence"),
+    ("to find unknowns", "unknown_auroc", "strangeness"),
+    ("to find both", "scod_aurc", "joint"),
+)
+# Rows of scores that the head computes.
+OURS = ("SEP-C", "SEP-C joint", "paper's trust", "partition's margin")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,6 +91,29 @@ class Comparison:
         values = [row[column] for row in self.rows if not math.isnan(row[column])]
         return (max if _COLUMNS[column].more else min)(values, default=None)
 
+    @property
+    def advice(self) -> str:
+        """One sentence: which score to use for mistakes, for unknowns, and for both, on these data.
+
+        It names the best single score for comparison; that was chosen in hindsight, which a user of one score cannot.
+        """
+        parts = []
+        for task, column, field in _QUESTIONS:
+            if column not in self.columns:
+                continue
+            title, factor, decimals, more = _COLUMNS[column]
+            single = [row for row in self.rows if row["score"] not in OURS and not math.isnan(row[column])]
+            ours = next(row[column] for row in self.rows if row["score"] == OURS[0])
+            if not single or math.isnan(ours):
+                continue
+            best = (max if more else min)(single, key=lambda row: row[column])
+            mine, theirs = (f"{factor * value:.{decimals}f}" for value in (ours, best[column]))
+            if mine == theirs or (ours > best[column]) == more:
+                parts.append(f"{task}, use {field} ({title} {mine}; best single score: {best['score']}, {theirs})")
+            else:
+                parts.append(f"{task}, {best['score']} is better ({title} {theirs}; {field} {mine})")
+        return f"On these data: {'; '.join(parts)}." if parts else "These data cannot tell which score to use."
+
     def __repr__(self) -> str:
         return (
             f"Comparison({len(self.rows)} scores, {len(self.judged)} test rows, {self.unknown} unknown rows, "
@@ -99,7 +135,8 @@ class Comparison:
         header, *lines = zip(*shown, strict=True)
         names = [row["score"] for row in self.rows]
         table = text_table(["score", *header], [[name, *line] for name, line in zip(names, lines, strict=True)])
-        return f"{table}\n\n{self.caption}"
+        advice = textwrap.fill(self.advice, _WIDTH)
+        return f"{table}\n\n{self.caption}\n\n{advice}"
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per score and a column per metric (pandas must be installed)."""

@@ -11,14 +11,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from sepc_torch.head.temperature import fit_temperature
+from sepc_torch.metrics.baselines.combined import FDBD, SIRC, NNGuide
 from sepc_torch.metrics.baselines.distances import Gaussians, Mahalanobis, OneEllipsoid, RelativeMahalanobis, ViM
 from sepc_torch.metrics.baselines.neighbours import NearestNeighbours, TrustScore
 from sepc_torch.metrics.baselines.softmax import energy, entropy, gen, max_logit, max_softmax
 from sepc_torch.shapes import Float, Int
 
 __all__ = [
+    "FDBD",
+    "SIRC",
     "Gaussians",
     "Mahalanobis",
+    "NNGuide",
     "NearestNeighbours",
     "OneEllipsoid",
     "RelativeMahalanobis",
@@ -50,9 +54,10 @@ def baseline_scores(
         train_y: Training labels.
         test_z: Embeddings to score.
         test_logits: Logits of ``test_z``; the predicted label is their argmax.
-        train_logits: Logits of ``train_z``; needed for ``vim``.
+        train_logits: Logits of ``train_z``; needed for ``vim`` and ``nnguide``.
         calibration: Logits and labels of held-out samples; needed for ``scaled_softmax``.
-        classifier: Weight and bias of the last layer; the origin of ``vim`` is the mean embedding without it.
+        classifier: Weight and bias of the last layer; needed for ``fdbd``. Without it the origin of ``vim`` is the mean
+            embedding.
 
     Returns:
         The scores by name; a higher score means more trust.
@@ -63,7 +68,7 @@ def baseline_scores(
     >>> z = torch.randn(60, 3, generator=generator) + 4.0 * y.unsqueeze(1)
     >>> scores = baseline_scores(z[:40], y[:40], z[40:], z[40:, :2])
     >>> len(scores), scores["trust_score"].shape
-    (14, torch.Size([20]))
+    (15, torch.Size([20]))
     """
     test_logits = test_logits.detach()
     predicted = test_logits.argmax(dim=1)
@@ -82,9 +87,13 @@ def baseline_scores(
         found[f"relative_mahalanobis{suffix}"] = found[f"mahalanobis{suffix}"] - relative.background.score(test_z)
     found["gaussians"] = Gaussians.fit(train_z, train_y).score(test_z)
     found["knn"] = NearestNeighbours.fit(train_z, train_y).score(test_z)
+    found["sirc"] = SIRC.fit(train_z).score(test_z, test_logits)
     found["trust_score"] = TrustScore.fit(train_z, train_y).score(test_z, predicted)
     if train_logits is not None:
         found["vim"] = ViM.fit(train_z, train_logits, classifier=classifier).score(test_z, test_logits)
+        found["nnguide"] = NNGuide.fit(train_z, train_logits).score(test_z, test_logits)
+    if classifier is not None:
+        found["fdbd"] = FDBD.fit(train_z, classifier[0]).score(test_z, test_logits)
     ellipsoids = OneEllipsoid.fit(train_z, train_y)
     found["ellipsoid_distance"] = ellipsoids.distance(test_z, predicted)
     found["ellipsoid_ratio"] = ellipsoids.score(test_z, predicted)
