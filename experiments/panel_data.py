@@ -1,4 +1,4 @@
-"""Embeddings of the trust panel: networks trained here on tables, and two larger sets from SEPC_DATA.
+"""Embeddings of the trust panel: networks trained here on tables, and four larger sets from SEPC_DATA.
 
 Every case has rows to fit on (the network's own training rows), rows to calibrate on, and rows to test on, each with
 the embedding, the label and the network's logits. It also has groups of unknowns, which no fit uses. In an open case
@@ -51,9 +51,11 @@ class Case:
     calibration: Rows
     test: Rows
     unknown: dict[str, Rows] = field(default_factory=dict)
+    # Names of the unknowns that resemble the known classes; the others are far from them.
+    near: tuple[str, ...] = ()
     # Known classes in another condition: more mistakes, nothing unknown.
     shifted: dict[str, Rows] = field(default_factory=dict)
-    # Weight and bias of the last layer if they are known; ViM needs them.
+    # Weight and bias of the last layer; ViM and fDBD need them.
     classifier: tuple[Array, Array] | None = None
 
 
@@ -125,6 +127,7 @@ def table_case(name: str, data: Data, seed: int, *, open_set: bool = False, **ne
         _rows(*parts, standard[calibration], code[calibration]),
         _rows(*parts, standard[test], code[test]),
         unknown,
+        near=tuple(unknown),
         classifier=(parts[1].weight.detach().numpy(), parts[1].bias.detach().numpy()),
     )
 
@@ -142,7 +145,34 @@ def fashion_case() -> Case | None:
         return Rows(z, np.full(len(z), -1) if y is None else y, arrays[f"{name}_logits"])
 
     unknown = {"mnist": others("ood_mnist"), "notmnist": others("ood_notmnist")}
-    return Case("fashion", train, calibration, test, unknown, {"noisy": others("test_noise", test.y)})
+    shifted = {"noisy": others("test_noise", test.y)}
+    return Case("fashion", train, calibration, test, unknown, shifted=shifted, classifier=last_layer(train))
+
+
+def resnet_case(classes: int) -> Case | None:
+    """Features of a ResNet-18 for CIFAR-10 or CIFAR-100; two near and three far unknowns, three shifts."""
+    arrays = _embeddings(f"cifar{classes}_resnet18.npz")
+    if arrays is None:
+        return None
+
+    def rows(name: str) -> Rows:
+        z = arrays[f"{name}_X"]
+        return Rows(z, arrays.get(f"{name}_y", np.full(len(z), -1)), arrays[f"{name}_logits"])
+
+    def group(kind: str) -> dict[str, Rows]:
+        names = [name.removesuffix("_X") for name in arrays if name.startswith(kind) and name.endswith("_X")]
+        return {name.removeprefix(kind): rows(name) for name in names}
+
+    train, unknown = rows("train"), group("ood_")
+    near = f"cifar{110 - classes}", "tiny"
+    return Case(f"cifar{classes}", train, rows("val"), rows("test"), unknown, near, group("shift_"), last_layer(train))
+
+
+def last_layer(rows: Rows) -> tuple[Array, Array]:
+    """Weight and bias of the last layer by least squares; the logits are linear in the embeddings, up to rounding."""
+    design = np.column_stack([rows.z, np.ones(len(rows.z))]).astype(float)
+    solution = np.linalg.lstsq(design, rows.logits.astype(float), rcond=None)[0]
+    return solution[:-1].T.copy(), solution[-1]
 
 
 def clinc_case() -> Case | None:
@@ -157,8 +187,10 @@ def clinc_case() -> Case | None:
     train, calibration, test = (
         Rows(x[rows], y[rows], logits[rows]) for rows in (known & (split == part) for part in range(3))
     )
-    unknown = ~known & (split == 2)
-    return Case("clinc150", train, calibration, test, {"out of scope": Rows(x[unknown], y[unknown], logits[unknown])})
+    rows = ~known & (split == 2)
+    unknown = {"out of scope": Rows(x[rows], y[rows], logits[rows])}
+    layer = model.coef_.astype(np.float32), model.intercept_.astype(np.float32)
+    return Case("clinc150", train, calibration, test, unknown, tuple(unknown), classifier=layer)
 
 
 def _embeddings(file: str) -> dict[str, Array] | None:
