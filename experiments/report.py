@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gpu_tables import gpu
 from harness import FIGURES, RESULTS, SOURCES
 from markdown_tables import load, table
-from panel_tables import defaults, panel, summary
+from panel_tables import chosen_without, defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
 from provenance import Files, older, stamps
 from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
@@ -131,6 +131,7 @@ PAGES: dict[str, dict[str, Section]] = {
     "docs/panel.md": {
         "summary": Section(summary, ("trust_panel",)),
         "panel": Section(panel, ("trust_panel",)),
+        "chosen_without": Section(chosen_without, ("leave_one_out",)),
         "defaults": Section(defaults, ("head_defaults",)),
     },
     "docs/speed.md": {

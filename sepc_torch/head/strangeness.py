@@ -35,6 +35,7 @@ class Strangeness(nn.Module):
 
     Args:
         kinds: Number of kinds S.
+        tail: Share of the calibration points that belong to the tail of a kind.
 
     >>> scores = torch.stack([torch.arange(100.0), torch.arange(100.0).flip(0)], dim=1)
     >>> model = Strangeness(2)
@@ -47,8 +48,9 @@ class Strangeness(nn.Module):
     weights: Tensor
     combined: Tensor
 
-    def __init__(self, kinds: int) -> None:
+    def __init__(self, kinds: int, tail: float = TAIL_FRACTION) -> None:
         super().__init__()
+        self.tail = tail
         self.register_buffer("ordered", torch.zeros(kinds, 0, dtype=torch.float64))
         self.register_buffer("weights", torch.ones(kinds, dtype=torch.float64))
         self.register_buffer("combined", torch.zeros(0, dtype=torch.float64))
@@ -57,7 +59,7 @@ class Strangeness(nn.Module):
         """Fit shares and weights to calibration points, and to whether their labels are wrong."""
         self.ordered = nonconformity.double().T.sort(dim=1).values.contiguous()
         surprise = self._surprise(nonconformity)
-        bulk = surprise.clamp_max(-math.log(TAIL_FRACTION)).numpy()
+        bulk = surprise.clamp_max(-math.log(self.tail)).numpy()
         kinds = bulk.shape[1]
         weights, _ = fit_logistic(bulk, wrong.numpy(), np.full(kinds, 1.0 / kinds))
         if weights.sum() == 0:  # no kind tells anything about mistakes: no reason to prefer one
@@ -69,29 +71,32 @@ class Strangeness(nn.Module):
         """Return the combined nonconformity score and the log typicality of every row."""
         combined = self._combine(self._surprise(nonconformity))
         dtype = nonconformity.dtype
-        return combined.to(dtype), log_survival(self.combined.double(), combined).to(dtype)
+        return combined.to(dtype), log_survival(self.combined.double(), combined, self.tail).to(dtype)
 
     def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         columns = zip(self.ordered.double(), nonconformity.double().T, strict=True)
-        return -torch.stack([log_survival(ordered, values) for ordered, values in columns], dim=1)
+        return -torch.stack([log_survival(ordered, values, self.tail) for ordered, values in columns], dim=1)
 
     def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
-        end = -math.log(TAIL_FRACTION)
+        end = -math.log(self.tail)
         bulk = (self.weights.double() * surprise.clamp_max(end)).sum(dim=1)
         return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
 
 
-def log_survival(ordered: Float[Tensor, "M"], values: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+def log_survival(
+    ordered: Float[Tensor, "M"], values: Float[Tensor, "B"], tail_fraction: float = TAIL_FRACTION
+) -> Float[Tensor, "B"]:
     r"""Log of the share of calibration scores that are at least as large as each value, smooth and finite.
 
-    Between two calibration scores the share is interpolated linearly. Beyond the start u of the largest tenth it falls
-    like :math:`e^{-(s - u) / m}`, where m is the mean excess of that tenth. NaN counts as infinity.
+    Between two calibration scores the share is interpolated linearly. Beyond the start u of the tail, by default the
+    largest tenth, it falls like :math:`e^{-(s - u) / m}`, where m is the mean excess of the tail. NaN counts as
+    infinity.
 
     >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
     tensor([0.5100, 0.0026])
     """
     count = len(ordered)
-    tail = min(max(MIN_TAIL_POINTS, round(TAIL_FRACTION * count)), count - 1)
+    tail = min(max(MIN_TAIL_POINTS, round(tail_fraction * count)), count - 1)
     start = ordered[count - 1 - tail]
     excess = (ordered[count - tail :] - start).mean()
     # Equal calibration scores would make the slope infinite.
