@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sepc_torch.data.files import FileFormatError as FileFormatError
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
@@ -55,6 +56,7 @@ _HOME = {
     "Ellipsoid": "ellipsoid",
     "EllipsoidBank": "model.bank",
     "EllipsoidLoss": "layers",
+    "FileFormatError": "data.files",
     "HeadPrediction": "head.prediction",
     "Kind": "ellipsoid",
     "LabelPool": "training",

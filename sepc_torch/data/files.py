@@ -5,9 +5,11 @@ The files contain no pickle.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from sepc_torch.data import schemas
 from sepc_torch.data.old_formats import current_arrays
 from sepc_torch.shapes import Array
 
 # Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
 FORMAT = 4
+# Files have a checksum from this format on.
+_CHECKED_FORMAT = 4
 # The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
 # The method that reads each kind of file, for error messages.
@@ -31,6 +36,25 @@ _READERS = {
 }
 
 
+class FileFormatError(ValueError):
+    """A file cannot be read: it is damaged, was not written by this package, or is of another kind or a newer format.
+
+    Args:
+        path: The file.
+        problem: What is wrong, as a clause.
+        remedy: What to do, as a sentence.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], problem: str, remedy: str = "Restore it from a copy, or make it again."
+    ) -> None:
+        self.path, self.problem, self.remedy = os.fspath(path), problem, remedy
+        super().__init__(f"{self.path!r} cannot be read: {problem}. {remedy}")
+
+    def __reduce__(self) -> tuple[type[FileFormatError], tuple[str, str, str]]:
+        return type(self), (self.path, self.problem, self.remedy)
+
+
 def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
     """Write arrays and metadata atomically: a reader sees the old file or the new file, never a part.
 
@@ -39,8 +63,12 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
     """
     from safetensors.numpy import save
 
-    text = json.dumps({"kind": kind, "format": FORMAT, **metadata}, sort_keys=True, allow_nan=False)
-    payload = save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata={_KEY: text})
+    contents = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    described = {"kind": kind, "format": FORMAT, **metadata}
+    # The checksum is of the metadata as they are read: JSON has no tuples, and only strings as keys.
+    described = json.loads(json.dumps(described, allow_nan=False))
+    described["checksum"] = _checksum(contents, described)
+    payload = save(contents, metadata={_KEY: json.dumps(described, sort_keys=True)})
     with replacing(Path(path)) as temporary:
         temporary.write_bytes(payload)
 
@@ -71,11 +99,62 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dict[str, Any]]:
+def read(path: str | os.PathLike[str], kind: str, *, damaged: bool = False) -> tuple[dict[str, Array], dict[str, Any]]:
     """Read the arrays and metadata of a file of the given kind; arrays of older formats are converted.
 
-    Raises FileNotFoundError, or ValueError if the file is damaged, not ours, of a newer format or of another kind.
+    Raises FileNotFoundError, or FileFormatError if the file is damaged, not ours, of a newer format or of another kind.
+    All values are checked before anything is computed from them.
+
+    Args:
+        path: The file.
+        kind: The kind of file.
+        damaged: Return the arrays even if the checksum differs.
     """
+    arrays, metadata = _open(path)
+    if not isinstance(metadata.get("format"), int) or metadata["format"] < 1:
+        raise FileFormatError(path, "its metadata do not name a format")
+    if metadata["format"] > FORMAT:
+        raise FileFormatError(
+            path,
+            f"it was written in format {metadata['format']} by a newer sepc_torch, and this version reads up to format "
+            f"{FORMAT}",
+            "Upgrade sepc_torch.",
+        )
+    stored = metadata.pop("checksum", None)
+    if stored is None and metadata["format"] >= _CHECKED_FORMAT:
+        raise FileFormatError(path, "it has no checksum")
+    if stored is not None and stored != _checksum(arrays, metadata) and not damaged:
+        raise FileFormatError(path, "its contents do not match its checksum")
+    if metadata.get("kind") != kind:
+        found = str(metadata.get("kind"))
+        reader = _READERS.get(found, "its own reader")
+        raise FileFormatError(path, f"it holds a {found}, not a {kind}", f"Read it with {reader}.")
+    if stored is None:
+        warnings.warn(
+            f"{os.fspath(path)!r} is of format {metadata['format']}, which has no checksum: damage to it cannot be "
+            "noticed. Save it again.",
+            stacklevel=3,
+        )
+    with interpreting(path):
+        arrays = current_arrays(arrays)
+        schemas.check(kind, arrays, metadata)
+    return arrays, metadata
+
+
+@contextmanager
+def interpreting(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context manager for code that interprets the contents of a file: its errors become FileFormatError."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"its metadata lack {error}" if isinstance(error, KeyError) else str(error)
+        raise FileFormatError(path, problem) from error
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays and metadata of a safetensors file that this package wrote."""
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
@@ -84,22 +163,25 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Array], dic
         with safe_open(os.fspath(path), framework="numpy") as file:
             header = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a complete safetensors file ({error}).") from error
+    # safetensors raises errors of NumPy for dtypes that NumPy lacks.
+    except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(path, f"it is not a complete safetensors file ({error})") from error
     if _KEY not in header:
-        raise ValueError(f"{os.fspath(path)!r} is a safetensors file, but sepc_torch did not write it.")
+        raise FileFormatError(path, "it is a safetensors file, but sepc_torch did not write it")
     try:
-        metadata: dict[str, Any] = json.loads(header[_KEY])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{os.fspath(path)!r} is damaged: its metadata are not JSON ({error}).") from error
-    if metadata.get("format", 0) > FORMAT:
-        raise ValueError(
-            f"{os.fspath(path)!r} was written in format {metadata['format']} by a newer sepc_torch; "
-            f"this version reads up to format {FORMAT}. Upgrade sepc_torch."
-        )
-    if metadata.get("kind") != kind:
-        found = str(metadata.get("kind"))
-        raise ValueError(
-            f"{os.fspath(path)!r} holds a {found}, not a {kind}; read it with {_READERS.get(found, 'its own reader')}."
-        )
-    return current_arrays(arrays), metadata
+        metadata = json.loads(header[_KEY])
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(path, f"its metadata are not JSON ({error})") from error
+    if not isinstance(metadata, dict):
+        raise FileFormatError(path, "its metadata are not a dictionary")
+    return arrays, metadata
+
+
+def _checksum(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of the metadata and of the names, dtypes, shapes and bytes of all arrays."""
+    found = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        found.update(f"{name} {array.dtype.str} {arrays[name].shape}".encode())
+        found.update(array.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -393,7 +393,14 @@ class TrustHead(nn.Module):
         """Load a head that :meth:`save` wrote, onto a device."""
         where = usable_device(device)
         arrays, metadata = files.read(path, "trust_head")
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        with files.interpreting(path):
+            return cls._from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(
+                where
+            )
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> TrustHead:
+        """Build the head from the tensors and metadata of a file."""
         projection = Projection(
             tensors["projection.shift"], tensors["projection.matrix"], unit_length=metadata["unit_length"]
         )
@@ -408,7 +415,7 @@ class TrustHead(nn.Module):
                 head.calibration.double()
             resize_buffers(head.calibration, part("calibration."), "")
             head.calibration.load_state_dict(part("calibration."))
-        return head.to(where)
+        return head
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the options that are not buffers."""

@@ -333,7 +333,9 @@ class SEPC(nn.Module):
         """Read a model that :meth:`save` wrote and move it to a device."""
         where = usable_device(device)
         arrays, metadata = files.read(path, "sepc")
-        return cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(where)
+        with files.interpreting(path):
+            model = cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata)
+        return model.to(where)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SEPC:

@@ -184,6 +184,11 @@ class Partition:
     def load(cls, path: str | os.PathLike[str]) -> Partition:
         """Read a partition from a file written by :meth:`save`."""
         arrays, metadata = files.read(path, "partition")
+        with files.interpreting(path):
+            return cls._from_arrays(arrays, metadata)
+
+    @classmethod
+    def _from_arrays(cls, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Partition:
         classes = np.array(metadata["classes"])
         ends = np.cumsum(arrays["support_size"])
         ledger = Ledger(**{name: arrays[name] for name in Ledger._fields})

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sepc_torch.data import files
+from sepc_torch.data.arrays import check_choice
 from sepc_torch.shapes import Int
+from sepc_torch.training.pool_files import read_state, write_state
 
 # Keys of a state.
 _STATE = ("round", "answered", "answers", "ignored", "rounds")
@@ -310,12 +311,18 @@ class LabelPool:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record (not the data) to a safetensors file, atomically."""
-        files.write(path, "label_pool", {name: value.numpy() for name, value in self.state_dict().items()}, {})
+        write_state(path, self.state_dict())
 
-    def restore(self, path: str | os.PathLike[str]) -> None:
-        """Replace the record by that of a file written by :meth:`save`."""
-        arrays, _ = files.read(path, "label_pool")
-        self.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    def restore(self, path: str | os.PathLike[str], *, damaged: Literal["raise", "skip"] = "raise") -> None:
+        """Replace the record by that of a file written by :meth:`save`.
+
+        Args:
+            path: The file.
+            damaged: What to do with a damaged file. ``"raise"`` raises FileFormatError and says how many labels can be
+                saved. ``"skip"`` restores the labels of all undamaged blocks of 256 samples, and warns.
+        """
+        check_choice("damaged", damaged, ("raise", "skip"))
+        self.load_state_dict(read_state(path, skip_damaged=damaged == "skip"))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = [name for name in _STATE if name not in state]

@@ -1,0 +1,259 @@
+"""What the arrays of each kind of file must look like: dtypes, shapes that fit together, and ranges.
+
+A file may be damaged or made by somebody else, so nothing is computed from its arrays before they are checked here. The
+check allocates no more than the arrays themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sepc_torch.shapes import Array
+
+Sizes = dict[str, int]
+
+
+class Field(NamedTuple):
+    """One array of a file.
+
+    Attributes:
+        dtype: Kind of the dtype: ``"f"`` float, ``"i"`` integer, ``"b"`` bool.
+        shape: Names of sizes, numbers, or a name plus a number (``"F+1"``). A name stands for one size in the whole
+            file.
+        low: Least value.
+        below: Name of a size that all values must be below, or None.
+        finite: Whether values must be finite; otherwise only NaN is refused.
+        optional: Whether the file may lack the array.
+    """
+
+    dtype: str
+    shape: tuple[str | int, ...]
+    low: float = -math.inf
+    below: str | None = None
+    finite: bool = True
+    optional: bool = False
+
+
+_LEDGER = {
+    "cell_sizes": Field("i", ("P",), low=0),
+    "cell_members": Field("i", ("M",), low=0, below="K"),
+    "entry_cells": Field("i", ("E",), low=0, below="P"),
+    "entry_classes": Field("i", ("E",), low=0, below="C"),
+    "entry_counts": Field("i", ("E",), low=0),
+    "grid_classes": Field("i", ("G",), low=0, below="C"),
+    "grid_counts": Field("i", ("G",), low=0),
+    "step_ids": Field("i", ("K", "S"), low=0, below="G"),
+    "step_distances": Field("f", ("K", "S"), low=0, finite=False),
+    "tail_distances": Field("f", ("K", "T"), low=0, finite=False),
+}
+_PARTITION = {
+    "center": Field("f", ("K", "D")),
+    "whitener": Field("f", ("K", "D", "D")),
+    "code": Field("i", ("K",), low=0, below="C"),
+    "iteration": Field("i", ("K",), low=0),
+    "support": Field("i", ("U",), low=0),
+    "support_size": Field("i", ("K",), low=0),
+    "covered": Field("i", ("K",), low=0),
+    "purity": Field("f", ("K",), low=0),
+    "gap": Field("f", ("K",)),
+    "hyperplane_w": Field("f", ("H", "D")),
+    "hyperplane_levels": Field("f", ("H", 2)),
+    "class_counts": Field("i", ("C",), low=0),
+    "scale": Field("f", ("D",), low=0),
+    **_LEDGER,
+}
+_SEPC = {
+    "bank.offsets": Field("f", ("K", "D")),
+    "bank.whiteners": Field("f", ("K", "D", "D")),
+    "bank.origin": Field("f", ("D",)),
+    "codes": Field("i", ("K",), low=0, below="C"),
+    "totals": Field("i", ("C",), low=0),
+    "scale": Field("f", ("D",), low=0),
+    **_LEDGER,
+}
+_EVIDENCE = {
+    "polar.shift": Field("f", ("F+1",)),
+    "polar.matrix": Field("f", ("R", "F+1")),
+    "polar.least_length": Field("f", (), low=0),
+    "densities.bank.offsets": Field("f", ("Q", "R")),
+    "densities.bank.whiteners": Field("f", ("Q", "R", "R")),
+    "densities.bank.origin": Field("f", ("R",)),
+    "densities.codes": Field("i", ("Q",), low=0, below="C"),
+    "densities.freedom": Field("f", ("Q",), low=0),
+    "densities.log_weight": Field("f", ("Q",)),
+    "white.shift": Field("f", ("F",)),
+    "white.matrix": Field("f", ("W", "F")),
+    "reference_points.offsets": Field("f", ("N", "F")),
+    "reference_points.codes": Field("i", ("N",), low=0, below="C"),
+    "reference_points.origin": Field("f", ("F",)),
+    "gaussian.whitener": Field("f", ("R", "R"), optional=True),
+    "gaussian.means": Field("f", ("C", "R"), optional=True),
+    "gaussian.deviations": Field("f", ("R",), optional=True),
+    "gaussian.outside": Field("f", (), low=0, finite=False, optional=True),
+}
+
+
+def _labels(source: str) -> dict[str, Field]:
+    """The calibration of one source of labels; its sizes differ from those of the other source."""
+    held, fitted, kinds, columns = (f"{name} of {source}" for name in ("held", "fitted", "kinds", "columns"))
+    models = {
+        f"{model}.{name}": Field("f", shape, finite=True)
+        for model in ("confidence", "ranking")
+        for name, shape in (("weights", (columns,)), ("bias", ()), ("bend", (2,)), ("shift", ()))
+    }
+    return {
+        "temperature": Field("f", (), low=0),
+        "threshold": Field("f", (), finite=False),
+        "unknown_odds": Field("f", (), low=0),
+        "held_joint": Field("f", (held,)),
+        "held_right": Field("b", (held,)),
+        "held_nonconformity": Field("f", (held,), finite=False),
+        "class_nonconformity": Field("f", (f"classes of {source}", f"most of {source}"), finite=False),
+        "class_counts": Field("i", (f"classes of {source}",), low=0),
+        "strangeness.ordered": Field("f", (kinds, fitted), finite=False),
+        "strangeness.weights": Field("f", (kinds,), low=0),
+        "strangeness.combined": Field("f", (fitted,), finite=False),
+        **models,
+    }
+
+
+def _prefixed(prefix: str, fields: Mapping[str, Field]) -> dict[str, Field]:
+    return {prefix + name: field for name, field in fields.items()}
+
+
+_HEAD = {
+    "projection.shift": Field("f", ("F",)),
+    "projection.matrix": Field("f", ("D", "F")),
+    **_prefixed("sepc.", _SEPC),
+}
+_HEAD_EVIDENCE = {
+    **_prefixed("evidence.", _EVIDENCE),
+    **_prefixed("calibration.network.", _labels("network")),
+    **_prefixed("calibration.own.", _labels("own")),
+}
+_POOL = {
+    "round": Field("i", ("N",), low=-1),
+    "answered": Field("b", ("N",)),
+    "answers": Field("i", ("N",)),
+    "ignored": Field("b", ("N",)),
+    "rounds": Field("i", (), low=0),
+    "block_checksums": Field("i", ("B",), low=0, optional=True),
+}
+
+
+def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError with what is wrong, unless arrays and metadata fit together.
+
+    >>> check("label_pool", {"round": np.zeros((2, 2), dtype=np.int64)}, {})
+    Traceback (most recent call last):
+    ValueError: the array 'round' has the shape (2, 2), expected (N)
+    """
+    match kind:
+        case "partition":
+            sizes = _check_model(metadata)
+            _check_arrays(arrays, _PARTITION, sizes)
+            _check_sum(arrays["support_size"], "support_size", sizes["U"])
+            _check_ledger(arrays, "", sizes)
+            for name, size in (("kinds", sizes["K"]), ("hyperplanes", sizes["H"])):
+                listed = metadata.get(name)
+                _require(isinstance(listed, list) and len(listed) == size, f"its metadata do not list {size} {name}")
+        case "sepc":
+            sizes = _check_model(metadata)
+            _check_arrays(arrays, _SEPC, sizes)
+            _check_ledger(arrays, "", sizes)
+        case "trust_head":
+            _require(isinstance(metadata.get("sepc"), dict), "its metadata lack the classifier")
+            sizes = _check_model(metadata["sepc"])
+            full = "evidence.polar.shift" in arrays
+            _check_arrays(arrays, _HEAD | _HEAD_EVIDENCE if full else _HEAD, sizes)
+            _check_ledger(arrays, "sepc.", sizes)
+            if full:
+                _check_head(arrays, sizes)
+        case "label_pool":
+            _check_arrays(arrays, _POOL, {})
+
+
+def _check_arrays(arrays: Mapping[str, Array], fields: Mapping[str, Field], sizes: Sizes) -> None:
+    """Check names, dtypes, shapes and ranges; add the sizes found to ``sizes``."""
+    for name, field in fields.items():
+        if name not in arrays:
+            _require(field.optional, f"it lacks the array {name!r}")
+            continue
+        array = arrays[name]
+        _require(array.dtype.kind in field.dtype, f"the array {name!r} has the dtype {array.dtype}")
+        wanted = ", ".join(map(str, field.shape))
+        found = f"the array {name!r} has the shape {array.shape}, expected ({wanted})"
+        _require(array.ndim == len(field.shape), found)
+        for size, place in zip(array.shape, field.shape, strict=True):
+            symbol, _, more = (place, "", "") if isinstance(place, int) else place.partition("+")
+            known = symbol if isinstance(symbol, int) else sizes.setdefault(symbol, size - int(more or 0))
+            _require(size == known + int(more or 0), f"{found} with {symbol} = {known}")
+    for name, field in fields.items():
+        if name in arrays and arrays[name].size:
+            _check_range(name, arrays[name], field, sizes)
+    unknown = sorted(arrays.keys() - fields.keys())
+    _require(not unknown, f"it holds unknown arrays: {', '.join(unknown[:5])}")
+
+
+def _check_range(name: str, array: Array, field: Field, sizes: Sizes) -> None:
+    if field.dtype == "b":
+        return
+    least, most = array.min().item(), array.max().item()  # NaN if there is one
+    if field.dtype == "f":
+        _require(not math.isnan(least), f"the array {name!r} holds NaN")
+        _require(not field.finite or (math.isfinite(least) and math.isfinite(most)), f"{name!r} holds infinity")
+    _require(least >= field.low, f"the array {name!r} holds {least}, expected at least {field.low:g}")
+    if field.below is not None:
+        _require(most < sizes[field.below], f"the array {name!r} holds {most}, expected less than {sizes[field.below]}")
+
+
+def _check_model(metadata: Mapping[str, Any]) -> Sizes:
+    """Check the metadata of a partition or classifier; return the number of classes."""
+    classes, names = metadata.get("classes"), metadata.get("feature_names")
+    _require(isinstance(classes, list) and len(classes) >= 1, "its metadata lack the classes")
+    assert isinstance(classes, list)
+    _require(all(isinstance(label, (str, int, float, bool)) for label in classes), "a class is not a plain value")
+    _require(len(set(classes)) == len(classes), "a class occurs twice")
+    sizes = {"C": len(classes)}
+    if names is not None:
+        _require(isinstance(names, list) and all(isinstance(name, str) for name in names), "a feature has no name")
+        sizes["D"] = len(names)
+    _require(isinstance(metadata.get("made"), dict), "its metadata do not say how it was made")
+    for key, allowed in (("nearest", ("mahalanobis", "euclidean")), ("nan_policy", ("raise", "flag"))):
+        _require(metadata.get(key, allowed[0]) in allowed, f"its metadata hold {key} = {metadata.get(key)!r}")
+    return sizes
+
+
+def _check_ledger(arrays: Mapping[str, Array], prefix: str, sizes: Sizes) -> None:
+    _check_sum(arrays[f"{prefix}cell_sizes"], f"{prefix}cell_sizes", sizes["M"])
+    _require(sizes["K"] >= 1, "it has no ellipsoid")
+
+
+def _check_head(arrays: Mapping[str, Array], sizes: Sizes) -> None:
+    codes = arrays["evidence.reference_points.codes"]
+    _require(bool((np.diff(codes) >= 0).all()), "the classes of the reference points are not in order")
+    _require(len(codes) == 0 or len(np.unique(codes)) == sizes["C"], "a class has no reference point")
+    _require(len(np.unique(arrays["evidence.densities.codes"])) == sizes["C"], "a class has no density")
+    gaussian = [name for name in arrays if name.startswith("evidence.gaussian.")]
+    _require(len(gaussian) in (0, 4), "the shared Gaussian is not complete")
+    for source in ("network", "own"):
+        held, classes = sizes[f"held of {source}"], sizes[f"classes of {source}"]
+        if held:  # calibrated
+            _require(classes == sizes["C"], f"the calibration has {classes} classes")
+            most = int(arrays[f"calibration.{source}.class_counts"].max(initial=0))
+            _require(most <= sizes[f"most of {source}"], "a class has more calibration points than are stored")
+            _require(sizes[f"fitted of {source}"] > 0, "the calibration holds no fitted points")
+
+
+def _check_sum(parts: Array, name: str, total: int) -> None:
+    # Each part is checked first: a sum of large parts could overflow.
+    _require(bool((parts <= total).all()) and int(parts.sum()) == total, f"the array {name!r} does not sum to {total}")
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
