@@ -35,26 +35,6 @@ def test_agrees_with_brute_force(rng: Rng, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(30, 20, 50), (7,), (3,) * 40])
-def test_directions_of_the_nearest_points(rng: Rng, sizes: tuple[int, ...]) -> None:
-    """Against brute force over the nearest point of each of the nearest classes."""
-    points, codes = draw(rng, *sizes)
-    z, _ = draw(rng, 40)
-    each = (z[:, None] - points).norm(dim=2)
-    best = torch.stack([each.masked_fill(codes != c, torch.inf).argmin(dim=1) for c in range(len(sizes))], dim=1)
-    if len(sizes) > 32:
-        best = best.gather(1, each.gather(1, best).topk(8, dim=1, largest=False).indices)
-    unit, reference = z / z.norm(dim=1, keepdim=True), points / points.norm(dim=1, keepdim=True)
-    expected = (unit[:, None] - reference[best]).norm(dim=2).amin(dim=1)
-    assert torch.allclose(Neighbours(points, codes).nearest(z).direction, expected, rtol=1e-9)
-
-
-def test_a_point_without_a_direction(rng: Rng) -> None:
-    points, codes = draw(rng, 5, 5)
-    found = Neighbours(points, codes).nearest(torch.zeros(1, 5, dtype=torch.float64))
-    assert found.direction.tolist() == pytest.approx([1.0])
-
-
 @pytest.mark.parametrize("widths", [(1, 2), (9, 17), (1, 200)])
 def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int]) -> None:
     """The grouped search equals the search class by class, to the last bit for the nearest classes of a row.

@@ -148,7 +148,8 @@ class Calibration(nn.Module):
         if not labels.done or (logits is None and not own):
             return calibrated
         joint = labels.joint(values.support, found.log_typicality)
-        return calibrated._replace(confidence=confidence, joint=joint, accept=joint >= labels.threshold.to(joint.dtype))
+        accept = joint >= labels.threshold.double()
+        return calibrated._replace(confidence=confidence, joint=joint.to(confidence.dtype), accept=accept)
 
     def _with_logits(
         self, values: EvidenceValues, logits: Float[Tensor, "B C"], label: Int[Tensor, "B"]

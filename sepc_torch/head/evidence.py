@@ -13,7 +13,6 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 - density: minus the log of the largest class density, of direction and length;
 - nearest: the distance to the nearest reference point, in the coordinates of the embeddings;
 - nearest_white: the same distance with every direction scaled to unit variance;
-- nearest_direction: the distance of unit vectors to the nearest reference points of the nearest classes;
 - mahalanobis: the Mahalanobis distance of directions to the nearest class mean, with the residual outside the
   directions of largest variance (:mod:`sepc_torch.head.shared_gaussian`);
 - energy, where logits are given: :math:`-\log \sum_c e^{l_c}` (Liu et al. 2020).
@@ -42,6 +41,8 @@ from sepc_torch.shapes import Array, Float, Int
 
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 _MAX_LOG_RATIO = 7.0
+# Distances in directions of unit variance below this are rounding errors of float32.
+_ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 _MAX_SOFTMAX = 10.0
 
@@ -130,8 +131,6 @@ class Evidence(nn.Module):
         found = ["density"]
         if self.reference_points.ends:
             found += ["nearest", "nearest_white"]
-            if self.gaussian is not None:
-                found.append("nearest_direction")
         if self.gaussian is not None:
             found.append("mahalanobis")
         return tuple(found)
@@ -149,10 +148,10 @@ class Evidence(nn.Module):
         nonconformity = [-density.amax(dim=1)]
         near = None
         if self.reference_points.ends:
-            near, direction = self.reference_points.nearest(z)
-            nonconformity += [near.amin(dim=1), self.white_reference_points(self.white(z)).squeeze(1)]
-            if self.gaussian is not None:
-                nonconformity.append(direction)
+            near = self.reference_points(z)
+            white = self.white_reference_points(self.white(z)).squeeze(1)
+            # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
+            nonconformity += [near.amin(dim=1), torch.where(white < _ROUNDING, 0.0, white)]
         if self.gaussian is not None:
             nonconformity.append(self.gaussian(coordinates, square))
         return Measurements(density, near, torch.stack(nonconformity, dim=1))

@@ -23,6 +23,9 @@ from sepc_torch.head.evidence import EvidenceValues
 from sepc_torch.head.strangeness import Strangeness
 from sepc_torch.shapes import Bool, Float, Int
 
+# Scores closer than this count as equal: log odds of joint scores and nonconformity scores, relative to 1 + |score|.
+# Rounding errors, which depend on the batch size, are far below.
+RESOLUTION = 1e-4
 # Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
 # hundred of the calibration distribution have odds above one.
 UNKNOWN_ODDS = 0.03
@@ -131,17 +134,20 @@ class LabelCalibration(nn.Module):
         """Return the combined nonconformity score of points, its p-values and the log typicality."""
         combined, log_typicality = self.strangeness(nonconformity)
         by_class = ClassCalibration(self.class_nonconformity, self.class_counts)
-        p_value = p_value_from_sorted(self.held_nonconformity, combined)
-        return Typicality(combined, p_value, class_p_value(by_class, combined, label), log_typicality)
+        # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
+        least = combined - RESOLUTION * (1.0 + combined.abs())
+        p_value = p_value_from_sorted(self.held_nonconformity, least)
+        return Typicality(combined, p_value, class_p_value(by_class, least, label), log_typicality)
 
     def joint(self, support: Float[Tensor, "B F"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """Return the joint score of labels; see :func:`joint_score`."""
-        return joint_score(self.ranking(support), log_typicality, self.unknown_odds)
+        """Return the joint score of labels in float64; see :func:`joint_score`."""
+        return joint_score(self.ranking(support.double()), log_typicality.double(), self.unknown_odds)
 
     def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
         """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta."""
+        steps = separated(self.held_joint.double().logit())
         if flag_rate is not None:
-            threshold = flag_threshold(self.held_joint, flag_rate)
+            threshold = steps.threshold(flag_threshold(steps.scores, flag_rate))
             if threshold == -math.inf:
                 warnings.warn(
                     f"{len(self.held_joint)} ranked points are too few for flag_rate={flag_rate:g}; the head accepts "
@@ -151,18 +157,59 @@ class LabelCalibration(nn.Module):
                 )
             return self._set_threshold(threshold, found=True)
         assert risk is not None
-        found = risk_threshold(self.held_joint, self.held_right, risk, delta)
-        return self._set_threshold(found.threshold, found.found)
+        found = risk_threshold(steps.scores, self.held_right.cpu(), risk, delta)
+        return self._set_threshold(steps.threshold(found.threshold), found.found)
 
     def least_flag_rate(self, wanted: float) -> float:
         """The larger of the wanted rate and the least rate that this number of points can guarantee."""
         return max(wanted, 1.0 / (len(self.held_joint) + 1))
 
     def _set_threshold(self, threshold: float, found: bool) -> Acceptance:
-        self.threshold = self.held_joint.new_tensor(threshold)  # in the dtype of the scores: no rounding
+        self.threshold = torch.tensor(threshold, dtype=torch.float64, device=self.held_joint.device)
         accepted = self.held_joint >= threshold
         error = float((~self.held_right[accepted]).double().mean())  # the mean of no values is NaN
         return Acceptance(threshold, float(accepted.double().mean()), error, len(accepted), found)
+
+
+class Steps(NamedTuple):
+    """Scores in groups that are clearly apart.
+
+    ``scores`` holds, for every point, the least score of its group. ``below`` maps such a score to a threshold under
+    it: halfway to the next lower group.
+    """
+
+    scores: Float[Tensor, "M"]
+    below: dict[float, float]
+
+    def threshold(self, score: float) -> float:
+        """Threshold that accepts the group of a score and all higher ones, as a probability; inf stays inf."""
+        return score if math.isinf(score) else 1.0 / (1.0 + math.exp(-self.below[score]))
+
+
+def separated(scores: Float[Tensor, "M"]) -> Steps:
+    """Group scores that are closer than :data:`RESOLUTION`, so that a threshold never lies between equal ones.
+
+    Points with the same embedding have equal scores up to rounding errors. A threshold between them would treat equal
+    points differently in calibration and in use. Groups are at most four resolutions wide: dense scores do not form one
+    large group.
+
+    >>> separated(torch.tensor([0.0, 1.0, 1.0 + 1e-6, 2.0], dtype=torch.float64)).scores
+    tensor([0., 1., 1., 2.], dtype=torch.float64)
+    """
+    values, order = scores.cpu().sort()
+    unit = RESOLUTION * (1.0 + values.abs())
+    far = torch.ones_like(values, dtype=torch.bool)
+    far[1:] = ~(values.diff() <= unit[1:])
+    chain = far.cumsum(0) - 1
+    within = ((values - values[far][chain]) / (4 * unit)).nan_to_num(0.0).floor()
+    far[1:] |= within.diff() != 0
+    group = far.cumsum(0) - 1
+    starts = values[far]
+    ends = values[torch.cat([far[1:], far.new_ones(1)])]
+    lower = torch.cat([starts[:1] - unit[:1], (starts[1:] + ends[:-1]) / 2])
+    found = torch.empty_like(values)
+    found[order] = starts[group]
+    return Steps(found, dict(zip(starts.tolist(), lower.tolist(), strict=True)))
 
 
 def joint_score(

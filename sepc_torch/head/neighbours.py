@@ -11,24 +11,17 @@ from torch import Tensor, nn
 from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Float, Int
 
+# Largest relative error of a squared distance that products in single precision may cause. With more, for reference
+# points in clusters far apart, the search is in float64.
+_MAX_ERROR = 1e-3
+# Reference points whose nearest other point is found to estimate that error.
+_SAMPLE = 256
 # Above this number of classes, classes of similar size are searched together: copying the products into groups then
 # takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
 # Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
 # are among them, unless the label is wrong.
 _RECOMPUTED = 8
-
-
-class Nearest(NamedTuple):
-    r"""Distances to the nearest reference point of each class, and the least distance of directions.
-
-    ``direction`` is the least :math:`\| z / \|z\| - x / \|x\| \|` over the nearest reference points x of the
-    eight nearest classes (of all classes if there are at most 32). They are not always the points of the nearest
-    direction, but they are found anyway, and the difference is small.
-    """
-
-    distance: Float[Tensor, "B C"]
-    direction: Float[Tensor, "B"]
 
 
 class Neighbours(nn.Module):
@@ -81,7 +74,9 @@ class Neighbours(nn.Module):
     def _derive(self) -> None:
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise."""
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
-        self.register_buffer("half_squares", self.offsets.square().sum(dim=1) / 2, persistent=False)
+        self.far_apart = _far_apart(self.offsets)
+        squares = self.offsets.double().square().sum(dim=1) / 2
+        self.register_buffer("half_squares", squares if self.far_apart else squares.to(self.offsets), persistent=False)
         groups = _group(self.ends if len(self.ends) > _MANY_CLASSES else [])
         self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
@@ -89,17 +84,11 @@ class Neighbours(nn.Module):
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return the Euclidean distance to the nearest reference point of each class."""
-        return self.nearest(z).distance
-
-    def nearest(self, z: Float[Tensor, "B D"]) -> Nearest:
-        """Return the distances to the nearest reference points, and the least distance of directions."""
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
-        origin = self.origin.to(dtype)
-        offset = z.detach().to(dtype) - origin
-        points, half_squares = self.offsets.to(dtype), self.half_squares.to(dtype)
-        return Nearest(
-            *_nearest(offset, points, half_squares, origin, self.ends, self.slots, self.columns, self.shapes)
-        )
+        within = torch.float64 if self.far_apart else dtype
+        offset = z.detach().to(within) - self.origin.to(within)
+        points, half_squares = self.offsets.to(within), self.half_squares.to(within)
+        return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes).to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
         before = self.offsets.dtype
@@ -107,6 +96,23 @@ class Neighbours(nn.Module):
         if self.offsets.dtype != before:
             self._derive()  # recomputed in the new dtype, so that a saved and loaded module gives equal results
         return moved
+
+
+def _far_apart(offsets: Float[Tensor, "N D"]) -> bool:
+    """Whether products in the dtype of the points lose the digits of the distance to the nearest point.
+
+    The rounding error of a squared distance is about eps * sqrt(D) times the largest squared length.
+    """
+    count, dim = offsets.shape
+    if count < 2:
+        return False
+    points = offsets.double()
+    some = torch.linspace(0, count - 1, min(count, _SAMPLE), device=points.device).long()
+    apart = torch.cdist(points[some], points, compute_mode="donot_use_mm_for_euclid_dist")
+    apart[torch.arange(len(some)), some] = torch.inf
+    typical = apart.amin(dim=1).median().square()
+    error = torch.finfo(offsets.dtype).eps * dim**0.5 * points.square().sum(dim=1).amax()
+    return bool(error > _MAX_ERROR * typical) and bool(typical > 0)
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:
@@ -148,24 +154,15 @@ def _group(ends: list[int]) -> _Groups:
 
 
 def _class_nearest(
-    z: Tensor,
-    points: Tensor,
-    half_squares: Tensor,
-    origin: Tensor,
-    ends: list[int],
-    slots: Tensor,
-    columns: Tensor,
-    shapes: list[int],
-) -> tuple[Tensor, Tensor]:
+    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+) -> Tensor:
     r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
     the product loses the digits of short distances. With few classes all distances are computed from differences; with
-    many classes, only those of the nearest classes. Directions are compared for the same points.
+    many classes, only those of the nearest classes.
     """
-    out, direction = z.new_empty(len(z), len(ends)), z.new_full((len(z),), torch.inf)
-    if not ends:
-        return out, direction
+    out = z.new_empty(len(z), len(ends))
     exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
     rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
@@ -173,34 +170,21 @@ def _class_nearest(
             piece = z[start : start + rows]
             closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
             if not shapes:
-                distance, turned = _apart(piece, points, _best_of_each(closeness, ends), origin)
-                out[start : start + rows], direction[start : start + rows] = distance, turned
+                out[start : start + rows] = _apart(piece, points, _best_of_each(closeness, ends))
                 continue
             best = _best_together(closeness, slots, columns, shapes)
             squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
             near = squares.topk(exact, dim=1, largest=False).indices
-            distance, turned = _apart(piece, points, best.gather(1, near), origin)
-            out[start : start + rows] = squares.clamp_min_(0).sqrt_().scatter_(1, near, distance)
-            direction[start : start + rows] = turned
-    return out, direction
+            distance = squares.clamp_min_(0).sqrt_()
+            out[start : start + rows] = distance.scatter_(1, near, _apart(piece, points, best.gather(1, near)))
+    return out
 
 
-def _apart(
-    z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"], origin: Float[Tensor, "D"]
-) -> tuple[Float[Tensor, "b n"], Float[Tensor, "b"]]:
-    """Distances between every row and the points of its indices, and the least distance of directions.
-
-    Both come from differences. Rows and points are relative to the origin; directions are those from zero.
-    """
-    found = points[index]
-    distance = torch.linalg.vector_norm(found - z.unsqueeze(1), dim=2)
-    turned = _directions(found.add_(origin)).sub_(_directions(z + origin).unsqueeze(1))
-    return distance, torch.linalg.vector_norm(turned, dim=2).amin(dim=1)
-
-
-def _directions(x: Tensor) -> Tensor:
-    """Rows divided by their lengths; rows of zeros stay zeros."""
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """Distances between every row and the points of its indices, from differences."""
+    apart = points[index]
+    apart -= z.unsqueeze(1)
+    return torch.linalg.vector_norm(apart, dim=2)
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
@@ -227,21 +211,14 @@ def _best_together(
 
 
 def _class_nearest_shape(
-    z: Tensor,
-    points: Tensor,
-    half_squares: Tensor,
-    origin: Tensor,
-    ends: list[int],
-    slots: Tensor,
-    columns: Tensor,
-    shapes: list[int],
-) -> tuple[Tensor, Tensor]:
-    return z.new_empty(z.shape[0], len(ends)), z.new_empty(z.shape[0])
+    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+) -> Tensor:
+    return z.new_empty(z.shape[0], len(ends))
 
 
 _nearest = torch_ops.operator(
-    "class_nearest(Tensor z, Tensor points, Tensor half_squares, Tensor origin, int[] ends, Tensor slots, "
-    "Tensor columns, int[] shapes) -> (Tensor, Tensor)",
+    "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
+    "int[] shapes) -> Tensor",
     _class_nearest,
     _class_nearest_shape,
 )

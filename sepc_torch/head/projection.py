@@ -60,7 +60,7 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         self.register_buffer("shift", shift)
-        self.register_buffer("matrix", matrix)
+        self.register_buffer("matrix", matrix.contiguous())  # as in a loaded file: products depend on the layout
         self.register_buffer("least_length", least_length)
         self.unit_length = unit_length
 

@@ -28,6 +28,9 @@ from sepc_torch.shapes import Bool, Float
 # Fraction of calibration points that form the tail (their mean excess sets its slope), and their least number.
 TAIL_FRACTION = 0.1
 MIN_TAIL_POINTS = 5
+# Scores closer than this, relative to 1 + |score|, count as equal. Rounding errors, which depend on the batch size, are
+# far below.
+_RESOLUTION = 1e-5
 
 
 class Strangeness(nn.Module):
@@ -90,7 +93,7 @@ def log_survival(
 
     Between two calibration scores the share is interpolated linearly. Beyond the start u of the tail, by default the
     largest tenth, it falls like :math:`e^{-(s - u) / m}`, where m is the mean excess of the tail. NaN counts as
-    infinity.
+    infinity. A value counts as slightly smaller than it is, so that rounding errors do not lift it above equal scores.
 
     >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
     tensor([0.5100, 0.0026])
@@ -100,7 +103,8 @@ def log_survival(
     start = ordered[count - 1 - tail]
     excess = (ordered[count - tail :] - start).mean()
     # Equal calibration scores would make the slope infinite.
-    excess = excess.clamp_min(torch.finfo(ordered.dtype).eps * (1.0 + start.abs()))
+    excess = excess.clamp_min(_RESOLUTION * (1.0 + start.abs()))
+    values = torch.where(values.isfinite(), values - _RESOLUTION * (1.0 + values.abs()), values)
     values = torch.where(values.isnan(), torch.inf, values)
     above = torch.searchsorted(ordered, values.contiguous())
     upper = ordered[above.clamp_max(count - 1)]

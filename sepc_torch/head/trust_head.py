@@ -230,6 +230,8 @@ class TrustHead(nn.Module):
         """
         if logits is not None and labels is not None:
             raise ValueError("Pass logits or labels, not both: each gives the network's prediction.")
+        if isinstance(z, Tensor):
+            z = z.to(self.projection.shift.dtype)  # the same answer for every dtype of the input
         points = self.projection(z)
         if logits is None:
             own, given = self.sepc.judge(points, labels)
