@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from sepc_torch.data.files import replacing
+from sepc_torch.data.files import check_target, replacing
 from sepc_torch.data.text_table import text_table
 from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.rules import Rule
@@ -112,10 +112,7 @@ def named(names: Sequence[str]) -> str:
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
     """Raise an error, before any work is done, if the output cannot be written."""
     _suffix(path, suffixes, "write")
-    if path.is_dir():
-        raise IsADirectoryError(f"Cannot write {str(path)!r}: it is a folder.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r}.")
+    check_target(path)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"Cannot write {str(path)!r}: no permission to write to {str(path.parent)!r}.")
 

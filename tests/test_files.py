@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -229,12 +230,64 @@ def test_a_longer_file_is_replaced_completely(part: Partition, tmp_path: Path) -
     assert Partition.load(tmp_path / "part") == part
 
 
-def test_a_saved_file_has_the_usual_permissions(part: Partition, tmp_path: Path) -> None:
-    """Temporary files are private; a saved file has the permissions of any new file."""
-    (tmp_path / "plain").touch()
-    part.save(tmp_path / "part")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_saved_file_has_the_usual_permissions(
+    part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    """Those of any new file; the umask belongs to the whole process, so it is not touched."""
+    before = os.umask(mask)
+    try:
+        with monkeypatch.context() as fixed:
+            fixed.setattr(os, "umask", lambda _: pytest.fail("the umask was changed"))
+            part.save(tmp_path / "part")
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(before)
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "part")}
     assert len(modes) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe with a name")
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_only_a_file_is_replaced(part: Partition, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "target"
+    if kind == "folder":
+        target.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(target)
+    else:
+        target.symlink_to(os.devnull)
+    before = target.lstat()
+    with pytest.raises((IsADirectoryError, FileExistsError), match=rf"Cannot write .*target': it is a .*{kind}"):
+        part.save(target)
+    assert target.lstat() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_write_deletes_old_temporary_files_of_the_same_target(part: Partition, tmp_path: Path) -> None:
+    """Old ones only: a younger one may belong to a running process. Files of other targets and of users stay."""
+    old = {".part.0123abcd.partial", ".part.ab_c12de.partial"}
+    others = {".part.2.0123abcd.partial", ".part.mine.partial", "part.0123abcd.partial", ".part.0123abcd"}
+    for name in old | others:
+        (tmp_path / name).touch()
+        hours = 2 * storage._LEFTOVER_SECONDS
+        os.utime(tmp_path / name, (time.time() - hours, time.time() - hours))
+    young = ".part.89abcdef.partial"
+    (tmp_path / young).touch()
+    part.save(tmp_path / "part")
+    assert set(files(tmp_path)) == {"part", young} | others
+
+
+def test_a_killed_write_leaves_a_temporary_file_that_a_later_write_deletes(tmp_path: Path) -> None:
+    """The names that the cleaning looks for are those that a write makes."""
+    with storage.replacing(tmp_path / "a [1].csv") as temporary:
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {temporary.name}
+    temporary.touch()
+    os.utime(temporary, (0, 0))
+    with storage.replacing(tmp_path / "a [1].csv") as again:
+        again.write_text("new")
+    assert files(tmp_path) == {"a [1].csv": b"new"}
 
 
 @pytest.mark.parametrize("read", [str, Path, lambda path: os.fspath(path)])

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import re
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ FORMAT = 4
 _CHECKED_FORMAT = 4
 # The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
+# A temporary file that has not changed for an hour has no running writer: a write takes seconds to minutes.
+_LEFTOVER_SECONDS = 3600.0
 # The method that reads each kind of file, for error messages.
 _READERS = {
     "partition": "Partition.load",
@@ -77,26 +80,54 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
 def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary file, then moves it to ``path``; an error deletes it instead.
 
-    The temporary file lies in the folder of ``path``, so that the move is atomic.
+    The temporary file lies in the folder of ``path``, so that the move is atomic. A killed process leaves its temporary
+    file behind; a later write to the same ``path`` deletes it.
     """
+    check_target(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    # "x" creates a new file with the usual permissions, without reading the umask, which would set it for a moment.
+    with temporary.open("xb") as file:
+        try:
+            _delete_leftovers(path, os.fstat(file.fileno()).st_mtime)
+            yield temporary
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def check_target(path: Path) -> None:
+    """Raise an error if ``path`` cannot be the name of a new or replaced file; a device would be replaced, not written.
+
+    >>> check_target(Path("."))
+    Traceback (most recent call last):
+    ...
+    IsADirectoryError: Cannot write '.': it is a folder. Choose the name of a file.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"Cannot write {str(path)!r}: it is a folder. Choose the name of a file.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {str(path.parent)!r} to write {path.name!r} into. Create it first."
+            f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r}. Create the folder first."
         )
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    temporary = Path(name)
-    try:
-        yield temporary
-        os.fsync(handle)
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes the file private
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"Cannot write {str(path)!r}: it is a device, pipe or socket. Choose the name of a file.")
+
+
+def _delete_leftovers(path: Path, now: float) -> None:
+    """Delete temporary files of earlier writes to ``path`` that have not changed for :data:`_LEFTOVER_SECONDS`.
+
+    ``now`` is the time of a new file in the same folder: the clock of a file server may differ from this machine's.
+    """
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.partial")
+    # Another process may delete the same files, and another user may own them.
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if pattern.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):
+                    if now - entry.stat(follow_symlinks=False).st_mtime > _LEFTOVER_SECONDS:
+                        Path(entry.path).unlink()
 
 
 def read(path: str | os.PathLike[str], kind: str, *, damaged: bool = False) -> tuple[dict[str, Array], dict[str, Any]]:
