@@ -7,7 +7,6 @@ operator processes the batch in pieces of bounded memory and can read values. On
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sepc_torch.data.shared_setting import SharedSetting
 from sepc_torch.shapes import Bool, Float, Int
 
 # Bytes of the largest temporary. On a CPU a piece should fit into the cache; on a GPU it should occupy all cores.
@@ -22,31 +22,6 @@ CPU_BYTES = 2 * 2**20
 GPU_BYTES = 256 * 2**20
 # Limit of Newton steps on the secular equation. The loop stops at convergence; distant thin ellipsoids need most steps.
 _SECULAR_STEPS = 40
-
-
-class _FullPrecision:
-    """Reference-counted switch to full float32 matrix products.
-
-    Torch keeps the precision of float32 matrix products as a setting of the whole process. The setting is "full" while
-    at least one thread is between ``enter`` and ``leave``; the last ``leave`` restores the user's setting.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._restore: Callable[[], None] = lambda: None
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._restore = _set_full_precision()
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._restore()
 
 
 def _set_full_precision() -> Callable[[], None]:
@@ -69,18 +44,22 @@ def _set_precisions(backends: list[Any], precisions: list[str]) -> None:
         backend.fp32_precision = precision
 
 
-_FULL_PRECISION = _FullPrecision()
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    restore = _set_full_precision()
+    yield
+    restore()
+
+
+# Torch keeps the precision of float32 matrix products as a setting of the whole process.
+_FULL_FLOAT32 = SharedSetting(_full_float32)
 
 
 @contextmanager
 def full_precision(z: Tensor) -> Iterator[None]:
     """Context in which matrix products use the tensor's own dtype, regardless of autocast and TF32 settings."""
-    with torch.autocast(z.device.type, enabled=False):
-        _FULL_PRECISION.enter()
-        try:
-            yield
-        finally:
-            _FULL_PRECISION.leave()
+    with torch.autocast(z.device.type, enabled=False), _FULL_FLOAT32:
+        yield
 
 
 def rows_per_piece(like: Tensor, values_per_row: int) -> int:

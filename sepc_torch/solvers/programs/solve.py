@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import cvxpy as cp
 
+from sepc_torch.data.shared_setting import SharedSetting
 from sepc_torch.shapes import Array, Float
 
 # The largest accepted relative gap, and the largest accepted distance of a point beyond the surface.
@@ -37,13 +40,22 @@ def _attempts(solver: str, accuracy: float) -> list[dict[str, Any]]:
     return [{"SCS": {**tight, "max_iters": 100_000}, "OSQP": {**tight, "max_iter": 50_000}}.get(solver, {})]
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the warnings of cvxpy repeat the status
+        yield
+
+
+_WITHOUT_WARNINGS = SharedSetting(_without_warnings)
+
+
 def solve(problem: cp.Problem, name: str, size: str, solver: str, accuracy: float = 1e-10) -> None:
     """Solve a program in place; raise ProgramError unless the status is exactly ``optimal``."""
     status, cause = "", None
     for settings in _attempts(solver, accuracy):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the warnings of cvxpy repeat the status
+            with _WITHOUT_WARNINGS:
                 problem.solve(solver=solver, **settings)
             status = str(problem.status)
         except cp.SolverError as error:
