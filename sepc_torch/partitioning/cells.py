@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
+from sepc_torch.partitioning import workers
 from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Bool, Float, Int
 
@@ -221,7 +222,7 @@ def _measure_in_blocks(
     size = -(-len(ellipsoids) // (_BLOCKS * jobs))
     blocks = (ellipsoids[start : start + size] for start in range(0, len(ellipsoids), size))
     # All calls get the same array object, which joblib then writes to shared memory once.
-    parts = joblib.Parallel(n_jobs=n_jobs)(joblib.delayed(_measure)(some, points, bounds, places) for some in blocks)
+    parts = joblib.Parallel(n_jobs=n_jobs)(workers.call(_measure, some, points, bounds, places) for some in blocks)
     return _joined(parts)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch.data.progress import Bar, Choice
+from sepc_torch.partitioning import workers
 from sepc_torch.partitioning.algorithm import Separator
 from sepc_torch.partitioning.class_separator import ClassSeparator
 from sepc_torch.partitioning.steps import Separation
@@ -115,9 +116,7 @@ def _calls(tasks: Sequence[Task]) -> list[Any]:
     Each field is an argument of its own, because joblib's Dask backend recognises an array that several calls share
     only among their arguments, not inside an object.
     """
-    import joblib
-
-    return [joblib.delayed(separate)(type(task), *task) for task in tasks]
+    return [workers.call(separate, type(task), *task) for task in tasks]
 
 
 def _ray_calls(tasks: Sequence[Task]) -> list[Any]:
