@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "experiments" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
