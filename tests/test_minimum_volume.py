@@ -251,6 +251,26 @@ def test_the_solution_with_an_active_floor_is_optimal(rng: Rng, thin: list[float
     assert e.log_volume > plain.log_volume
 
 
+@pytest.mark.parametrize(
+    ("points", "floor"),
+    [
+        (
+            "0 1 4 -2, 1 1 -6 1, -1 1 -3 1, 1 0 5 -2, 0 0 13 0, 0 0 -9 3, 0 -1 -7 3, -1 0 3 0, 1 -2 2 0, 0 2 -4 1, "
+            "0 1 0 5, 0 1 -23 3",
+            4.0,
+        ),
+        ("0 8 1, -3 7 -1, -1 9 -1, 2 8 -1, -2 0 0, 0 2 0, -2 -5 -1, 1 -7 0, 2 4 0, -1 -5 -1, 1 -1 1", 5.0),
+    ],
+)
+def test_a_step_that_leaves_a_dual_residual_does_not_stop_the_solver(points: str, floor: float) -> None:
+    """Sets on which steps of unequal primal and dual length would increase the residual, however short they are."""
+    z = np.array([row.split() for row in points.split(",")], dtype=float)
+    e = minimum_volume_ellipsoid(z, floor=floor)
+    assert e.gap <= 1e-7
+    assert e.distance(z).max() <= 1.0
+    assert e.semi_axes.min() == pytest.approx(floor, rel=1e-6)
+
+
 def test_a_floor_below_every_semi_axis_is_inactive(rng: Rng) -> None:
     points = gaussian(rng, 100, 3)
     plain, floored = minimum_volume_ellipsoid(points), minimum_volume_ellipsoid(points, floor=1e-6)

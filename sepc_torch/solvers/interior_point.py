@@ -101,6 +101,8 @@ def interior_point(objective: Objective, u: Float[Array, "M"], tolerance: float,
                 residual = float(np.abs(target - objective.g - (s + dual * ds)).max())
                 if not objective.kinked or residual <= allowed:
                     break
+                # Only a common step length decreases the residual: it leaves (1 - primal) r + (primal - dual) ds.
+                primal = dual = min(primal, dual)
                 dual *= 0.5
             except np.linalg.LinAlgError:
                 pass
