@@ -291,6 +291,22 @@ def test_invalid_points_are_refused(points: Array, message: str) -> None:
         minimum_volume_ellipsoid(points)
 
 
+@pytest.mark.parametrize("scale", [1e-320, 1e-300, 1e-150, 1e150, 1e300])
+def test_points_of_extreme_scale_are_refused(rng: Rng, scale: float) -> None:
+    points = gaussian(rng, 30, 3)
+    points[:, 1] *= scale
+    with pytest.raises(ValueError, match=r"Column 1 of points has a scale of .*; rescale the features"):
+        minimum_volume_ellipsoid(points)
+
+
+@pytest.mark.parametrize("exponent", [-325, -200, 200, 325])
+def test_units_in_powers_of_two_change_only_the_units(rng: Rng, exponent: int) -> None:
+    points, unit = gaussian(rng, 30, 3), 2.0**exponent
+    e, scaled = minimum_volume_ellipsoid(points), minimum_volume_ellipsoid(points * unit)
+    assert np.array_equal(scaled.center, e.center * unit)
+    assert np.array_equal(scaled.whitener, e.whitener / unit)
+
+
 @pytest.mark.parametrize(("argument", "value"), [("tol", 0.0), ("tol", 2.0), ("floor", -1.0), ("floor", np.nan)])
 def test_invalid_parameters_are_refused(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):

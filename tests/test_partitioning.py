@@ -15,7 +15,7 @@ import pytest
 import torch
 from sklearn.datasets import load_breast_cancer, load_iris, make_circles, make_moons
 
-from sepc_torch import Ellipsoid, Kind, Partition, partition
+from sepc_torch import SEPC, Ellipsoid, Kind, Partition, Rule, partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.partitioning.record import PartitionEllipsoid
 from sepc_torch.shapes import Array
@@ -321,6 +321,32 @@ def test_units_in_powers_of_two_give_identical_bits(rng: np.random.Generator) ->
     for a, b in zip(partition(x, y).ellipsoids, partition(x * factor, y).ellipsoids, strict=True):
         np.testing.assert_array_equal(a.center * factor, b.center)
         np.testing.assert_array_equal(a.whitener / factor, b.whitener)
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("exponent", [-325, 325])
+def test_extreme_units_give_identical_bits_in_float64(
+    rng: np.random.Generator, exponent: int, standardize: bool
+) -> None:
+    x, y = labelled(rng, "clouds", 2, 2)
+    unit = 2.0**exponent
+    part, scaled = partition(x, y, standardize=standardize), partition(x * unit, y, standardize=standardize)
+    for a, b in zip(part.ellipsoids, scaled.ellipsoids, strict=True):
+        np.testing.assert_array_equal(a.center * unit, b.center)
+        np.testing.assert_array_equal(a.whitener / unit, b.whitener)
+    sepc = SEPC.from_partition(scaled, dtype=torch.float64)
+    assert not (sepc(torch.from_numpy(x * unit)).rule == int(Rule.OUTSIDE)).any()
+    with pytest.raises(ValueError, match="exceed the range"):
+        SEPC.from_partition(scaled)
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+@pytest.mark.parametrize("scale", [1e-320, 1e-300, 1e-150, 1e165, 1e300, 1e307])
+def test_features_of_extreme_scale_are_refused(rng: np.random.Generator, scale: float, standardize: bool) -> None:
+    x, y = labelled(rng, "clouds", 2, 2)
+    x[:, 1] *= scale / np.abs(x[:, 1]).max()
+    with pytest.raises(ValueError, match=r"Column 'b' of X has a scale of .*; rescale the features"):
+        partition(pd.DataFrame(x, columns=["a", "b"]), y, standardize=standardize)
 
 
 @pytest.mark.parametrize("offset", [1.0, 1e4, 1e8])

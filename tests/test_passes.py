@@ -165,10 +165,13 @@ def test_the_error_for_bad_values_counts_rows_of_all_chunks(
             first_pass(source)
 
 
-def test_embeddings_beyond_float32_are_refused_before_the_partition(rng: Rng) -> None:
-    x, y = embeddings(rng)
-    with pytest.raises(ValueError, match="too large for float32"):
-        passed(ArraySource(1e30 * x.astype(np.float64), y), normalize=None)
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-30, 1e20, 1e160, 1e300])
+@pytest.mark.parametrize("normalize", ["l2", "standardize", None])
+def test_embeddings_of_extreme_scale_are_refused(rng: Rng, scale: float, normalize: Any) -> None:
+    """Their squares overflow or underflow in float32, some also in float64."""
+    x, labels = rng.normal(size=(60, 4)), np.arange(60) % 2
+    with pytest.raises(ValueError, match=r"X has a scale of .*; rescale the features"):
+        TrustHead.fit(scale * x, labels, normalize=normalize)
 
 
 @pytest.mark.parametrize(

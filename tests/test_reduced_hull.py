@@ -85,6 +85,14 @@ def test_equivariance_under_similarity_transformations(rng: Rng) -> None:
     assert b.c - b.d == pytest.approx(7 * (a.c - a.d) @ q, abs=1e-5)
 
 
+@pytest.mark.parametrize("exponent", [-325, 325])
+def test_units_in_powers_of_two_change_only_the_units(rng: Rng, exponent: int) -> None:
+    x, y, unit = rng.normal(size=(50, 4)), rng.normal(size=(80, 4)) + 1, 2.0**exponent
+    a, b = reduced_hull_points(x, y), reduced_hull_points(unit * x, unit * y)
+    np.testing.assert_array_equal(b.u, a.u)
+    np.testing.assert_array_equal(b.v, a.v)
+
+
 def test_full_hulls(rng: Rng) -> None:
     """With cap=1 the result is the distance between two boxes."""
     corners = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
@@ -112,3 +120,6 @@ def test_invalid_input_is_refused(rng: Rng) -> None:
         reduced_hull_points(x, y[:, :2])
     with pytest.raises(ValueError, match="NaN"):
         reduced_hull_points(np.full((3, 3), np.nan), y)
+    for scale in (1e-300, 1e-150, 1e165, 1e300):
+        with pytest.raises(ValueError, match=r"Column . of x and y has a scale of .*; rescale the features"):
+            reduced_hull_points(scale * x, scale * y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -283,6 +284,24 @@ def test_float32_covers_the_training_points_far_from_zero(rng: Rng, offset: floa
     assert not (exact.rule == int(Rule.OUTSIDE)).any()
     assert torch.equal(found.rule, exact.rule)
     assert torch.equal(found.label, exact.label)
+
+
+def test_a_float32_model_warns_before_it_loses_training_points(rng: Rng) -> None:
+    """The float32 model rounds the offset of data far from zero, so the ellipsoids move relative to the points."""
+    x, y = blobs(rng, classes=2)
+    for exponent in (20, 30, 34, 40):
+        offset = 2.0**exponent + 2.0 ** (exponent - 24)  # halfway between two numbers of float32
+        part = partition(x + offset, y)
+        exact = SEPC.from_partition(part, dtype=torch.float64)
+        assert not (exact(torch.from_numpy(x + offset)).rule == int(Rule.OUTSIDE)).any()
+        for build in (lambda part=part: SEPC.from_partition(part), exact.float):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                sepc = build()
+            warned = any("subtract the mean" in str(warning.message) for warning in caught)
+            assert warned or not (sepc(torch.from_numpy(x + offset)).rule == int(Rule.OUTSIDE)).any()
+            assert warned or exponent < 40
+            assert not warned or exponent > 20
 
 
 def test_refuses_labels_that_are_not_class_indices(model: tuple[SEPC, Partition, Tensor, Array]) -> None:

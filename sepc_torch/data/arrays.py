@@ -43,6 +43,7 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
     array([1, 0, 1])
     """
     points, names = numeric_points(x)
+    check_feature_scales(magnitudes(points), "X", names)
     labels = label_array(y)
     check_one_label_per_row(len(points), len(labels))
     found, codes = np.unique(labels, return_inverse=True)
@@ -224,6 +225,44 @@ class FiniteCheck:
             )
 
 
+def magnitudes(points: Float[Array, "N D"]) -> Float[Array, "D"]:
+    """Largest absolute value of each feature, without a temporary array of the size of the points.
+
+    >>> magnitudes(np.array([[1.0, -3.0], [2.0, 0.0]]))
+    array([2., 3.])
+    """
+    return np.maximum(points.max(axis=0), -points.min(axis=0))
+
+
+def check_feature_scales(magnitude: Float[Array, "D"], name: str = "X", names: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError if the magnitude of a feature is beyond the range of :func:`check_scale`.
+
+    Args:
+        magnitude: Largest absolute value of each feature.
+        name: Name of the points, for the error message.
+        names: Names of the features, or None to number them.
+    """
+    for column in (int(magnitude.argmax()), int(np.where(magnitude > 0, magnitude, np.inf).argmin())):
+        where = column if names is None else names[column]
+        check_scale(float(magnitude[column]), f"Column {where!r} of {name}")
+
+
+def check_scale(magnitude: float, name: str, least: float = 1e-100, most: float = 1e100) -> None:
+    """Raise ValueError unless a magnitude is zero or lies between ``least`` and ``most``.
+
+    In the default range the cubes of float64 values neither overflow nor underflow.
+
+    >>> check_scale(1e-310, "Column 2 of X")
+    Traceback (most recent call last):
+    ValueError: Column 2 of X has a scale of 1e-310; rescale the features to between 1e-100 and 1e+100, for example ...
+    """
+    if magnitude > most or 0 < magnitude < least:
+        raise ValueError(
+            f"{name} has a scale of {magnitude:.0e}; rescale the features to between {least:g} and {most:g}, for "
+            "example to unit standard deviation."
+        )
+
+
 def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
     """Standard deviation of each feature, 1 for a constant feature.
 
@@ -232,7 +271,7 @@ def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
     >>> feature_scale(np.array([[1.0, 0.1], [3.0, 0.1], [1.0, 0.1], [3.0, 0.1]]))
     array([1., 1.])
     """
-    magnitude = np.abs(points).max(axis=0)
+    magnitude = magnitudes(points)
     unit = np.where(magnitude > 0, magnitude, 1.0)  # avoids overflow and underflow of the squares
     return scale_or_one((points / unit).std(axis=0) * unit, magnitude)
 

@@ -19,6 +19,7 @@ import torch
 from sepc_torch.data.arrays import (
     FiniteCheck,
     check_one_label_per_row,
+    check_scale,
     label_array,
     label_codes,
     ordered_classes,
@@ -34,6 +35,8 @@ from sepc_torch.shapes import Array, Bool, Float, Int
 # Largest number of directions for densities and for whitened distances: the error of an estimated covariance grows with
 # them, and memory and time of a region grow with their square.
 _MAX_DIRECTIONS = 64
+# Scales of embeddings for which float32 represents their squares, also those of small differences and long vectors.
+_LEAST_SCALE, _LARGEST_SCALE = 1e-15, 1e15
 
 
 class FirstPass(NamedTuple):
@@ -98,13 +101,17 @@ def first_pass(
     check = FiniteCheck("X", source.names)
     sizes: Int[Array, "C"] = np.zeros(0, dtype=np.int64)
     rows = source.row_count()
+    largest = 0.0
     for z, codes in _read(source, code):
         if rows is not None and not len(sizes):
             _check_fit_memory(rows, z.shape[1], least_dim, len(index), reference_points=0)
         sizes = np.bincount(codes, minlength=len(index)) + np.pad(sizes, (0, len(index) - len(sizes)))
         if check.add(z):  # the message counts all values that are not finite, so the search goes on
-            moments.add(z, codes)
+            largest = max(largest, float(z.max()), -float(z.min()))
+            if largest <= _LARGEST_SCALE:
+                moments.add(z, codes)
     check.refuse()
+    check_scale(largest, "X", _LEAST_SCALE, _LARGEST_SCALE)
     if not index:
         raise ValueError("The batches are empty: there is nothing to fit. Pass at least one batch (inputs, labels).")
     moments.finish()
@@ -156,8 +163,6 @@ def second_pass(
         embeddings = torch.from_numpy(np.array(z, order="C")).float()  # a copy: torch refuses some views
         points[start:stop] = project(embeddings).numpy()
         coordinates[start:stop] = polar(embeddings).numpy()
-        if not np.isfinite(coordinates[start:stop]).all():
-            raise ValueError("The embeddings are too large for float32: their squares overflow. Scale them down.")
         codes[start:stop] = chunk
         rank = starts[chunk] + seen[chunk] + _ranks(chunk)
         kept = np.flatnonzero(chosen[rank])

@@ -2,6 +2,7 @@ r"""Ellipsoid bank: torch module that maps points (B, D) to Mahalanobis distance
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import check_choice
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.model.device_sync import warm_up
@@ -69,7 +71,9 @@ class EllipsoidBank(nn.Module):
             )
         if origin is None:
             # Float32 represents this origin exactly: subtracting it from a nearby float32 point is exact.
-            origin = centers.mean(dim=0).float().to(centers.dtype)
+            mean = centers.mean(dim=0)
+            origin = mean.float().to(centers.dtype)
+            origin = torch.where(origin.isfinite(), origin, mean)  # a float64 bank can lie beyond float32's range
             centers = centers - origin
         self.register_buffer("origin", origin)
         self.register_buffer("offsets", centers)
@@ -160,9 +164,28 @@ class EllipsoidBank(nn.Module):
         self._prepare()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
+        before = self.offsets.dtype
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
         self._prepare()
+        if before == torch.float64 and self.offsets.dtype == torch.float32 and not self.offsets.is_meta:
+            self._warn_of_rounding()
         return moved
+
+    def _warn_of_rounding(self) -> None:
+        """Warn if float32 moves the surface of an ellipsoid beyond the surface tolerance.
+
+        The mean of the offsets is the rounding error of the origin. It exceeds the size of the ellipsoids if the data
+        lie far from zero relative to their spread, and then the offsets have no digits left for the centres.
+        """
+        rounding = 0.5 * torch.finfo(torch.float32).eps * self.offsets.mean(dim=0).abs()
+        moved = float(torch.linalg.vector_norm(self.whiteners.abs() @ rounding, dim=1).max())
+        if moved > 0.5 * SURFACE_TOLERANCE:  # the other half is for the rounding of data near zero
+            warnings.warn(
+                "The data lie so far from zero, relative to their spread, that float32 rounds centres of ellipsoids by "
+                f"up to {moved:.0e} semi-axes, so training points can lie outside; subtract the mean of each feature, "
+                "or use dtype=torch.float64.",
+                stacklevel=5,  # the caller of SEPC.from_partition
+            )
 
 
 def _after_loading(bank: EllipsoidBank, _keys: Any) -> None:

@@ -14,9 +14,13 @@ rule                    the point lies                         label
                                                                touches the point
 ======================  =====================================  ==================================================
 
-Exactly one rule applies to a point. A tie in the union goes to the tied class with the nearest ellipsoid. If several
-ellipsoids are equally near to a point outside, all of them are expanded. The least class counts over them decide as
-in R2a, and if these tie, the greatest as in R2b.
+Exactly one rule applies to a point. A tie in the union goes to the tied class with the nearest ellipsoid.
+
+If several ellipsoids are equally near to a point outside, all of them are expanded. The paper then applies R2a and R2b
+to the training points in the expanded ellipsoids. The model holds no training points and takes bounds of these counts
+from each ellipsoid alone. In R2a the least count of a class over these ellipsoids is an upper bound of its count in all
+of them. In R2b the greatest is a lower bound of its count in any of them. Label and trust of such a point can therefore
+differ from the paper.
 """
 
 from __future__ import annotations

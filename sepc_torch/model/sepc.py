@@ -136,7 +136,8 @@ class SEPC(nn.Module):
                 (solved for the whole batch).
             nan_policy: Treatment of rows that hold NaN or infinity: ``"raise"`` raises an error, ``"flag"`` gives them
                 label -1 and trust 0.
-            dtype: float32, or float64 for the accuracy of the partition itself.
+            dtype: float32, or float64 for the accuracy of the partition itself. Float32 cannot represent ellipsoids
+                that are small relative to their distance from zero (below about 1e-11 of it); a warning says so.
             kernel: ``"torch"`` disables the CUDA kernels for distances and decisions; the other values are those of
                 :class:`~sepc_torch.model.bank.EllipsoidBank`.
         """
@@ -149,7 +150,9 @@ class SEPC(nn.Module):
             torch.from_numpy(np.stack([e.whitener for e in partition.ellipsoids])),
             kernel=kernel,
         ).to(dtype)
-        if not all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers()):
+        finite = all(bool(torch.isfinite(buffer).all()) for buffer in bank.buffers())
+        least = float(bank.whiteners.abs().amax(dim=1).min())  # numbers below the smallest normal one lose digits
+        if not finite or least < torch.finfo(dtype).tiny:
             raise ValueError(
                 f"The ellipsoids exceed the range of {dtype}; scale the features, or use dtype=torch.float64."
             )

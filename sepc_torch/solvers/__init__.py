@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sepc_torch.data.arrays import check_feature_scales, magnitudes
 from sepc_torch.ellipsoid import Ellipsoid, MinimumVolumeEllipsoid
 from sepc_torch.shapes import Array, Float
 from sepc_torch.solvers.minimum_volume import minimum_volume
@@ -41,6 +42,7 @@ def minimum_volume_ellipsoid(
     (array([1., 1.]), array([1.414214, 1.414214]), array([0, 1, 2, 3]))
     """
     z = _points(points, "points")
+    check_feature_scales(magnitudes(z), "points")
     if not 0 < tol < 1:
         raise ValueError(f"tol must lie strictly between 0 and 1, got {tol}.")
     if not (np.isfinite(floor) and floor >= 0):
@@ -80,6 +82,7 @@ def reduced_hull_points(
     x, y = _points(x, "x"), _points(y, "y")
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"x has {x.shape[1]} features and y has {y.shape[1]}; pass sets with the same features.")
+    check_feature_scales(np.maximum(magnitudes(x), magnitudes(y)), "x and y")
     least = 1.0 / min(len(x), len(y))
     cap = least if cap is None else min(float(cap), 1.0)
     if not cap >= least * (1.0 - 1e-12):
