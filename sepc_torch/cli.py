@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sepc_torch import __version__
+from sepc_torch.data.text_table import printable
 
 try:
     import typer
@@ -111,7 +112,7 @@ def fit(
     found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
     SEPC.from_partition(found, nearest.value).save(output)
     if not as_json:
-        print(f"{found}\n\nWritten: {output}")
+        print(f"{found}\n\nWritten: {printable(output)}")
         return
     _print_json(
         {
@@ -160,7 +161,7 @@ def score(
         raise ValueError(f"The output is the input file {str(data)!r}; choose another output.")
     sepc = SEPC.load(model)
     table = read_table(data)
-    label, identify = label or table.label, identify or []
+    label, identify = label or table.label, list(dict.fromkeys(identify or []))
     require(table, [*identify, *([] if label is None else [label])])
     columns, ignored = _features(sepc, table, {label, *identify})
     truth = None if label is None else _truth(sepc, table, label)
@@ -182,7 +183,7 @@ def score(
         predicted = _by_label(sepc.classes, [int(given.get(name, 0)) for name in sepc.classes])
         _print_json({"output": str(output), "ignored": ignored, "predicted": predicted, **found.as_dict()})
     else:
-        print(f"{found}\n\nWritten: {output}")
+        print(f"{found}\n\nWritten: {printable(output)}")
 
 
 @app.command()
@@ -326,7 +327,7 @@ def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:
 
 
 def _note(text: str) -> None:
-    print(f"sepc: {text}", file=sys.stderr)
+    print(f"sepc: {printable(text)}", file=sys.stderr)
 
 
 def _by_label(names: Sequence[Any], counts: Sequence[int]) -> list[dict[str, Any]]:

@@ -6,17 +6,20 @@ one cell is wrong, the row (counted from 0) and the column.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import warnings
-import zipfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from sepc_torch.data.arrays import refuse_duplicates
+from sepc_torch.data.csv_cells import escape_cell, quoting, unescape_cell
 from sepc_torch.data.files import check_target, replacing
 from sepc_torch.data.text_table import text_table
 from sepc_torch.model.prediction import Prediction
@@ -27,8 +30,8 @@ READABLE = (".csv", ".csv.gz", ".parquet", ".npz")
 WRITABLE = (".csv", ".parquet")
 # Largest number of names that a message lists.
 _NAMED = 8
-# Exceptions of the readers for truncated files, other formats and broken compression.
-_BROKEN = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, pd.errors.ParserWarning)
+# Largest number of characters of a cell or a name that a message shows.
+_SHOWN = 80
 
 
 class Table(NamedTuple):
@@ -60,14 +63,13 @@ def read_table(path: Path) -> Table:
         table = _read_npz(path) if suffix == ".npz" else Table(path, _read_frame(path, suffix))
     except PermissionError:
         raise PermissionError(f"No permission to read {str(path)!r}.") from None
-    except _BROKEN as error:
+    except ImportError:
+        raise
+    except Exception as error:  # the readers of pandas, pyarrow and NumPy raise any error for a damaged file
         kind = suffix.removeprefix(".").removesuffix(".gz").upper()
         raise ValueError(f"{str(path)!r} is not a usable {kind} file ({_reason(error)}).") from error
     if table.frame.empty:
         raise ValueError(f"{str(path)!r} has no rows.")
-    twice = table.frame.columns[table.frame.columns.duplicated()]
-    if len(twice):
-        raise ValueError(f"{str(path)!r} has more than one column {twice[0]!r}; rename them.")
     return table
 
 
@@ -106,7 +108,7 @@ def named(names: Sequence[str]) -> str:
     "'a', 'b'"
     """
     more = len(names) - _NAMED
-    return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(_shortened, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
@@ -118,13 +120,24 @@ def check_writable(path: Path, suffixes: Sequence[str]) -> None:
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV or Parquet, by its suffix; on an error the old file stays unchanged."""
+    """Write a table as CSV or Parquet, by its suffix; on an error the old file stays unchanged.
+
+    In a CSV file, text that looks like a formula starts with an apostrophe, which :func:`read_table` removes.
+    """
     suffix = _suffix(path, WRITABLE, "write")
     with replacing(path) as temporary:
-        if suffix == ".parquet":
+        if suffix == ".csv":
+            safe = _map_text(frame, escape_cell)
+            texts = chain(safe.columns, *(_texts(column) for _, column in safe.items()))
+            safe.to_csv(temporary, index=False, quoting=quoting(texts))
+            return
+        try:
             frame.to_parquet(temporary, index=False)
-        else:
-            frame.to_csv(temporary, index=False)
+        except OverflowError as error:
+            raise ValueError(
+                f"Cannot write {str(path)!r}: a whole number does not fit into 64 bits, the most that Parquet holds. "
+                "Write CSV, or leave the column out."
+            ) from error
 
 
 def scored_table(out: Prediction, classes: Sequence[Any]) -> pd.DataFrame:
@@ -209,13 +222,35 @@ def _suffix(path: Path, known: Sequence[str], verb: str) -> str:
 
 def _read_frame(path: Path, suffix: str) -> pd.DataFrame:
     if suffix == ".parquet":
+        from pyarrow.parquet import read_schema
+
+        refuse_duplicates(read_schema(path).names, "it")
         frame = pd.read_parquet(path).reset_index(drop=True)
-    else:
-        with warnings.catch_warnings():
-            # If a row has more cells than the header, pandas shifts or drops columns and only warns.
-            warnings.simplefilter("error", pd.errors.ParserWarning)
-            frame = pd.read_csv(path, index_col=False, low_memory=False)
-    return frame.set_axis([str(column) for column in frame.columns], axis=1)
+        return frame.set_axis([str(column) for column in frame.columns], axis=1)
+    with warnings.catch_warnings():
+        # If a row has more cells than the header, pandas shifts or drops columns and only warns.
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        # pandas renames the second of two equal columns, so the header is read as a row of text as well.
+        header = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str, keep_default_na=False)
+        refuse_duplicates(map(unescape_cell, filter(None, header.iloc[0])), "it")
+        frame = pd.read_csv(path, index_col=False, low_memory=False)
+    return _map_text(frame, unescape_cell)
+
+
+def _map_text(frame: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
+    """Apply a function to the column names and to the cells that hold text."""
+    changed = {}
+    for name, column in frame.items():
+        texts = {text: change(text) for text in _texts(column)}  # each text once, because columns repeat few labels
+        if any(after != before for before, after in texts.items()):
+            cells = [texts[cell] if isinstance(cell, str) else cell for cell in column.tolist()]
+            changed[str(name)] = pd.Series(cells, index=column.index, dtype=object)
+    return frame.assign(**changed).set_axis([change(str(name)) for name in frame.columns], axis=1)
+
+
+def _texts(column: pd.Series[Any]) -> set[str]:
+    """The different texts in a column."""
+    return {cell for cell in column.tolist() if isinstance(cell, str)} if column.dtype.kind == "O" else set()
 
 
 def _read_npz(path: Path) -> Table:
@@ -226,14 +261,17 @@ def _read_npz(path: Path) -> Table:
             raise ValueError("the file is a single array without a name")
         if "X" not in file.files:
             raise ValueError(f"the array 'X' is missing; the file has {named(file.files)}")
-        points = file["X"]
-        targets = file["y"] if "y" in file.files else None
-        given = file["feature_names"] if "feature_names" in file.files else None
+        parts = {name: file[name] for name in ("X", "y", "feature_names") if name in file.files}
+    for name, part in parts.items():
+        if not isinstance(part, np.ndarray):  # NumPy returns the bytes of other files in the archive
+            raise ValueError(f"{name} is not an array")
+    points, targets, given = parts["X"], parts.get("y"), parts.get("feature_names")
     if points.ndim != 2:
         raise ValueError(f"X must have shape (points, features), got {points.shape}")
     names = [f"x{j}" for j in range(points.shape[1])] if given is None else [str(name) for name in given.ravel()]
     if len(names) != points.shape[1]:
         raise ValueError(f"X has {points.shape[1]} columns and feature_names has {len(names)} names")
+    refuse_duplicates(names, "it")
     frame = pd.DataFrame(points, columns=names)
     if targets is None:
         return Table(path, frame, named=given is not None)
@@ -250,7 +288,8 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
         values = series.to_numpy(dtype=np.float64, na_value=np.nan)
         wrong = np.zeros(len(values), dtype=bool)
     elif kind == "O":
-        values = pd.to_numeric(series.astype(object), errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+        cells = series.astype(object).map(_within_float)
+        values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
         wrong = np.isnan(values) & series.notna().to_numpy()
     else:
         raise ValueError(f"{str(path)!r}, column {series.name!r} holds {series.dtype}, not real numbers. Leave it out.")
@@ -259,10 +298,10 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
         where = f"{str(path)!r}, row {series.index[bad[0]]}, column {series.name!r}"
         if wrong.any():
             raise ValueError(
-                f"{where}: {series.iloc[bad[0]]!r} is not a number ({len(bad)} cells of the column are not numbers). "
-                "Correct the cells, or leave the column out."
+                f"{where}: {_shortened(series.iloc[bad[0]])} is not a number ({len(bad)} cells of the column are not "
+                "numbers). Correct the cells, or leave the column out."
             )
-        problem = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite"
+        problem = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite or too large for float64"
         raise ValueError(
             f"{where}: the {problem} ({len(bad)} cells of the column are missing or infinite). Correct the cells or "
             "drop the rows."
@@ -270,6 +309,23 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
     return values
 
 
+def _within_float(cell: Any) -> Any:
+    """The cell, with infinity for a whole number beyond the range of float64, which pandas does not convert."""
+    return math.inf if isinstance(cell, int) and abs(cell) > sys.float_info.max else cell
+
+
+def _shortened(value: object) -> str:
+    """The ``repr`` of a value, cut if it is long.
+
+    >>> len(_shortened("9" * 400)) == _SHOWN
+    True
+    """
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
 def _reason(error: Exception | Warning) -> str:
     """First line of the error message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    # The text of a KeyError is only the key.
+    text = f"the entry {error} is missing" if isinstance(error, KeyError) else str(error)
+    return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

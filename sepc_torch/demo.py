@@ -21,7 +21,7 @@ from sklearn.neural_network import MLPClassifier
 from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
 from sepc_torch.cli_tables import summary
 from sepc_torch.data.arrays import label_codes
-from sepc_torch.data.text_table import text_table
+from sepc_torch.data.text_table import printable, text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
 from sepc_torch.shapes import Array, Int
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     _score(sepc, split)
     _accept(folder)
     _draw_moons(folder)
-    print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {folder}:")
+    print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {printable(folder)}:")
     print("  wdbc.partition.safetensors  ellipsoids and hyperplanes of step 1 (Partition.load)")
     print("  wdbc.safetensors            frozen model of step 2 (SEPC.load, sepc score, sepc explain)")
     print("  digits.head.safetensors     calibrated trust head of step 5 (TrustHead.load)")

@@ -13,6 +13,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from torch import Tensor
 
 from sepc_torch.data.arrays import label_codes
+from sepc_torch.data.text_table import printable
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.sepc import SEPC, Nearest
@@ -229,7 +230,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
             raise ValueError(f"X has {expected} rows and y has {len(labels)} labels; one label per row is needed.")
         codes = label_codes(labels.tolist(), self.classes_.tolist())
         if (codes < 0).any():
-            unknown = sorted(map(str, set(labels[codes < 0].tolist())))
-            known = ", ".join(map(str, self.classes_.tolist()))
+            unknown = sorted(map(printable, set(labels[codes < 0].tolist())))
+            known = ", ".join(map(printable, self.classes_.tolist()))
             raise ValueError(f"y holds labels that fit did not see: {', '.join(unknown)}. It saw the labels {known}.")
         return codes

@@ -300,6 +300,44 @@ class TestAnnotationFiles:
         path.write_text(json.dumps(tasks))
         assert read_answers(path, ["cat", "dog"]) == {12: 1}
 
+    @pytest.mark.parametrize("values", [[["cat", "dog"]], [["cat"], ["dog"]]])
+    def test_label_studio_with_several_choices(self, tmp_path: Path, values: list[list[str]]) -> None:
+        """One result with two choices, and two results with one choice each."""
+        results = [{"type": "choices", "value": {"choices": choices}} for choices in values]
+        task = {"data": {"id": 12}, "annotations": [{"result": results}]}
+        (tmp_path / "a.json").write_text(json.dumps([task]))
+        with pytest.raises(ValueError, match="answers id 12 with 2 choices, cat, dog; expected one"):
+            read_answers(tmp_path / "a.json", ["cat", "dog"])
+
+    @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
+    def test_class_names_that_look_like_formulas(self, tmp_path: Path, kind: str) -> None:
+        """The annotator copies the model's label; a spreadsheet finds no formula in the CSV file."""
+        names = ["=cmd|' /C calc'!A0", "@sum", "'=cmd", "-1+1", "+a", "\tx", "\rx", "-5", " cat"]
+        ids, path = list(range(len(names))), tmp_path / f"a.{kind}"
+        columns = {"trust": torch.linspace(0, 1, len(names)), "label": torch.tensor(ids)}
+        write_questions(path, TrustTable.of(ids, columns, names), lambda i: {"=shown": names[i]})
+        if kind == "csv":
+            with path.open(newline="", encoding="utf-8") as file:
+                header, *rows = csv.reader(file)
+            assert not any(cell[:1] in tuple("=+@\t\r") for row in [header, *rows] for cell in row if cell)
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([header, *([*row[:-1], row[header.index("label")]] for row in rows)])
+        elif kind == "jsonl":
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            path.write_text("\n".join(json.dumps({**record, "answer": record["label"]}) for record in records))
+        else:
+            tasks = json.loads(path.read_text())
+            path.write_text(json.dumps([{**task, "annotations": task["predictions"]} for task in tasks]))
+        answers = read_answers(path, names)
+        assert answers == dict(zip(ids, ids, strict=True))
+        pool = LabelPool([(float(i), 0) for i in ids])
+        assert sorted(pool.answer(answers)) == ids
+
+    def test_an_answer_is_no_class_by_accident(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("id,answer\n3,x\n")
+        with pytest.raises(ValueError, match="answers 'x' for id 3"):
+            read_answers(tmp_path / "a.csv", ["None", "nan", ""])
+
     @pytest.mark.parametrize(
         ("name", "text", "classes", "message"),
         [
@@ -323,6 +361,9 @@ class TestAnnotationFiles:
             ("a.json", '[{"data": null}]', None, "lacks data.id"),
             ("a.json", '[{"data": {"id": 1}, "annotations": 3}]', None, "holds 3 where annotations was expected"),
             ("a.csv", "id,answer\n3,\u00e9\n", None, "is not UTF-8"),
+            ("a.csv", "id,answer,,,answer\n3,1,,,2\n", None, "has more than one column 'answer'; give each"),
+            ("a.csv", "id,answer\n3,x\n", ["\x1b[2J"], r"expected one of \\x1b\[2J\."),
+            ("a.csv", "id,\x1b[2J\n", None, r"its columns are id, \\x1b\[2J\."),
         ],
     )
     def test_refuses(self, tmp_path: Path, name: str, text: str, classes: Any, message: str) -> None:

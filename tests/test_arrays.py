@@ -70,6 +70,13 @@ BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "not numbers: day",
     ),
+    "equal columns": (
+        lambda: pd.DataFrame(X[:, [0, 1, 0, 1]], columns=["a", "b", "a", "b"]),
+        ValueError,
+        "X has more than one column 'a', 'b'; give each column a name of its own",
+    ),
+    "equal columns as text": (lambda: pd.DataFrame(X, columns=["1", 1]), ValueError, "more than one column '1'"),
+    "control characters": (lambda: pd.DataFrame({"a": range(6), "\x1b[2J": list(Y)}), TypeError, r": \\x1b\[2J\."),
     "objects": (lambda: X.astype(object), TypeError, r"Python objects.*X\.astype\(float\)"),
     "text": (lambda: X.astype(str), TypeError, "must hold real numbers, got dtype <U"),
     "complex numbers": (lambda: X.astype(complex), TypeError, "must hold real numbers, got dtype complex128"),

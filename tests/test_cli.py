@@ -9,12 +9,15 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_iris
 from typer.testing import CliRunner, Result
@@ -266,6 +269,11 @@ ERRORS_IN_CELLS = {
     "text": (put(7, "petal width", "wide"), "row 7, column 'petal width': 'wide' is not a number"),
     "missing": (put(8, "sepal width", None), "row 8, column 'sepal width': the value is missing"),
     "infinite": (put(9, "sepal width", np.inf), "row 9, column 'sepal width': the number is infinite"),
+    "400 digits": (
+        lambda frame: frame.assign(**{"sepal width": [int("9" * 400), *range(len(frame) - 1)]}),
+        "row 0, column 'sepal width': the number is infinite or too large for float64",
+    ),
+    "long text": (put(7, "petal width", "w" * 5000), f"'{'w' * 76}... is not a number"),
     "no column": (
         lambda frame: frame.drop(columns=["petal width", "sepal width"]),
         "has no columns 'sepal width', 'petal width'; it has 'id', 'sepal length', 'petal length', 'species'",
@@ -298,10 +306,46 @@ ERRORS_IN_FILES: dict[str, tuple[str, bytes | None, str]] = {
     "too long": ("data.csv", b"a,b,species\n1,2,3,x\n1,2,3,y\n", "is not a usable CSV file (Length of header"),
     "not text": ("data.csv", b"\xff\xfe\x00\x01\x80", "is not a usable CSV file"),
     "cut gzip": ("data.csv.gz", gzip.compress(b"a,species\n1,x\n" * 99)[:30], "is not a usable CSV file"),
+    "equal columns": ("data.csv", b"a,b,,,a,b,species\n1,2,,,3,4,x\n", "more than one column 'a', 'b'; give each"),
+    "equal escaped columns": ("data.csv", b"=a,'=a,species\n1,2,x\n", "more than one column '=a'"),
     "broken parquet": ("data.parquet", b"PAR1 and no more", "is not a usable PARQUET file"),
     "single array": ("data.npz", NPY.getvalue(), "is not a usable NPZ file (the file is a single array"),
     "broken npz": ("data.npz", b"PK\x03\x04 and no more", "is not a usable NPZ file"),
     "other separator": ("data.csv", b"a;b;species\n1;2;x\n", "has no column 'species'; it has 'a;b;species'"),
+}
+
+
+def parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def archive(name: str) -> bytes:
+    """NPZ file with text in place of an array."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(name, "text")
+    return buffer.getvalue()
+
+
+ERRORS_IN_FILES |= {
+    "text in npz": ("data.npz", archive("X"), "is not a usable NPZ file (X is not an array)"),
+    "text as npy": ("data.npz", archive("X.npy"), "is not a usable NPZ file (X is not an array)"),
+    "equal parquet columns": (
+        "data.parquet",
+        parquet(pa.Table.from_arrays([[1.0], [2.0], ["x"]], names=["a", "a", "species"])),
+        "is not a usable PARQUET file (it has more than one column 'a'; give each",
+    ),
+    "index without column": (
+        "data.parquet",
+        parquet(
+            pa.table({"a": [1.0], "species": ["x"]}).replace_schema_metadata(
+                {"pandas": json.dumps({"index_columns": ["name"], "columns": [], "column_indexes": []})}
+            )
+        ),
+        "is not a usable PARQUET file (the entry 'name' is missing)",
+    ),
 }
 
 
@@ -424,6 +468,61 @@ def test_errors_in_rows_and_ids(folder: Path, tmp_path: Path) -> None:
     arguments = ["score", model, tmp_path / "named.csv", "-o", tmp_path / "s.csv", "--id", "trust"]
     assert "--id 'trust' is also the name of a score" in fail(*arguments)
     assert not (tmp_path / "s.csv").exists()
+
+
+def test_ids_with_many_digits(folder: Path, tmp_path: Path) -> None:
+    """CSV holds whole numbers of any length, Parquet holds 64 bits."""
+    large = [10**400 + i for i in range(50)]
+    pd.read_csv(folder / "new.csv").assign(id=[str(number) for number in large]).to_csv(tmp_path / "d.csv", index=False)
+    arguments = ["score", folder / "model.safetensors", tmp_path / "d.csv", "--id", "id", "--id", "id", "-o"]
+    succeed(*arguments, tmp_path / "s.csv")
+    scored = pd.read_csv(tmp_path / "s.csv")
+    assert scored.columns.tolist() == ["id", *SCORES], "a column that is named twice is copied once"
+    assert scored["id"].tolist() == large
+    assert "does not fit into 64 bits" in fail(*arguments, tmp_path / "s.parquet")
+    assert not (tmp_path / "s.parquet").exists()
+
+
+def test_a_missing_package_is_no_damaged_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    reported = fail("explain", folder / "model.safetensors", folder / "new.parquet", "--row", 0)
+    assert "pyarrow.parquet is not installed: pip install" in reported
+
+
+def test_no_control_characters_are_printed(folder: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "\x1b[2J"
+    odd.mkdir()
+    frame = iris().rename(columns={"petal width": "p\x1b]0;title\x07", "id": "i\x1b[31m"})
+    frame.assign(species="\x1b[2J" + frame["species"]).to_csv(odd / "d.csv", index=False)
+    options = ["--label", "species", "--ignore", "i\x1b[31m"]
+    results = [
+        run("fit", odd / "d.csv", *options, "-o", odd / "m.safetensors"),
+        run("landscape", odd / "d.csv", *options),
+        run("explain", odd / "m.safetensors", odd / "d.csv", "--row", 3),
+        run("score", odd / "m.safetensors", odd / "d.csv", "-o", odd / "s.csv"),
+        run("score", folder / "model.safetensors", odd / "d.csv", "-o", odd / "s.csv"),
+        run("explain", odd / "m.safetensors", odd / "d.csv", "--row", 3, "--json"),
+    ]
+    assert [result.exit_code for result in results] == [0, 0, 0, 0, 1, 0]
+    for result in results:
+        assert "x1b" in result.output or "u001b" in result.output
+        assert all(character.isprintable() or character == "\n" for character in result.output)
+
+
+def test_formulas_in_scores(tmp_path: Path) -> None:
+    """The exported scores hold no formula, and a fit on the export learns the labels of the model."""
+    frame = iris()
+    frame = frame.assign(species="=" + frame["species"]).rename(columns={"id": "@id"})
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    succeed("fit", tmp_path / "d.csv", "--label", "species", "--ignore", "@id", "-o", tmp_path / "m.safetensors")
+    copied = [option for name in ["@id", *FEATURES] for option in ("--id", name)]
+    succeed("score", tmp_path / "m.safetensors", tmp_path / "d.csv", *copied, "-o", tmp_path / "s.csv")
+    scored = pd.read_csv(tmp_path / "s.csv")
+    assert scored.columns.tolist() == ["'@id", *FEATURES, *SCORES]
+    assert set(scored["label"]) == {"'=setosa", "'=versicolor", "'=virginica"}
+    ignored = [option for name in ["@id", *SCORES[1:]] for option in ("--ignore", name)]
+    succeed("fit", tmp_path / "s.csv", "--label", "label", *ignored, "-o", tmp_path / "again.safetensors")
+    assert SEPC.load(tmp_path / "again.safetensors").classes == SEPC.load(tmp_path / "m.safetensors").classes
 
 
 @pytest.mark.parametrize(

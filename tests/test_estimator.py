@@ -147,8 +147,8 @@ def test_trust_of_given_labels(rng: np.random.Generator) -> None:
 
 def test_given_labels_must_be_known_and_as_many_as_points(fitted: SEPClassifier) -> None:
     z = np.ones((2, 4))
-    with pytest.warns(UserWarning, match="valid feature names"), pytest.raises(ValueError, match=r"not see: tulip\."):
-        fitted.trust(z, ["setosa", "tulip"])
+    with pytest.warns(UserWarning, match="valid feature names"), pytest.raises(ValueError, match=r"not see: \\x1b\."):
+        fitted.trust(z, ["setosa", "\x1b"])
     with pytest.warns(UserWarning, match="valid feature names"), pytest.raises(ValueError, match="2 rows and y has 1"):
         fitted.trust(z, ["setosa"])
 

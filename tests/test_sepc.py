@@ -235,6 +235,8 @@ def test_explanation_uses_feature_names(rng: Rng) -> None:
     sepc = SEPC.from_partition(partition(frame, y))
     found = sepc.explain(x[0])
     assert set(found.details["features"]) == {"height", "width", "depth"}  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="The table has more than one column 'width'; give each"):
+        sepc.explain(frame.assign(extra=0.0).rename(columns={"extra": "width"}))
 
 
 def test_nan_rows(model: tuple[SEPC, Partition, Tensor, Array]) -> None:

@@ -224,6 +224,13 @@ BAD_TABLES: dict[str, tuple[Callable[[], Any], Any, type[Exception], str]] = {
         TypeError,
         r"X has columns that are not numbers: town\. Encode or drop",
     ),
+    "equal columns": (
+        lambda: pa.Table.from_arrays([[0.0], [1.0], [0]], names=["a", "a", "y"]),
+        "y",
+        ValueError,
+        "The table has more than one column 'a'; give each",
+    ),
+    "control characters": (lambda: pa.table({"\x1b[2J": [0.0]}), "y", ValueError, r"its columns are \\x1b\[2J\."),
     "lists of text": (lambda: pa.table({"z": [["a"]], "y": [0]}), "y", TypeError, "not numbers: z"),
     "a list and an id": (
         lambda: pa.table({"id": [1], "z": [[1.0]], "y": [0]}),

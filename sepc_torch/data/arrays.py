@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sepc_torch.data.text_table import printable
 from sepc_torch.shapes import Array, Float, Int
 
 if TYPE_CHECKING:
@@ -131,6 +133,7 @@ def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
         names = tuple(str(column) for column in x.columns)
         wrong = [column for column, dtype in zip(names, list(x.dtypes), strict=True) if not _is_numeric(dtype)]
         refuse_columns(wrong, name)
+        refuse_duplicates(names, name)
     elif hasattr(x, "detach"):
         if x.is_sparse:
             raise TypeError(
@@ -157,7 +160,21 @@ def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
 def refuse_columns(wrong: list[str], name: str = "X") -> None:
     """Raise TypeError if there are columns that do not hold numbers."""
     if wrong:
-        raise TypeError(f"{name} has columns that are not numbers: {', '.join(wrong)}. Encode or drop these columns.")
+        listed = ", ".join(map(printable, wrong))
+        raise TypeError(f"{name} has columns that are not numbers: {listed}. Encode or drop these columns.")
+
+
+def refuse_duplicates(columns: Iterable[Any], name: str = "X") -> None:
+    """Raise ValueError if two columns have the same name.
+
+    >>> refuse_duplicates(["a", "b", "a"])
+    Traceback (most recent call last):
+    ValueError: X has more than one column 'a'; give each column a name of its own.
+    """
+    twice = [column for column, times in Counter(map(str, columns)).items() if times > 1]
+    if twice:
+        listed = ", ".join(map(repr, twice))
+        raise ValueError(f"{name} has more than one column {listed}; give each column a name of its own.")
 
 
 def float_rows(matrix: Any, start: int, stop: int) -> Float[Array, "n D"]:

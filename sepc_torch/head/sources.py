@@ -21,8 +21,10 @@ from sepc_torch.data.arrays import (
     label_array,
     real_matrix,
     refuse_columns,
+    refuse_duplicates,
     rows_per_chunk,
 )
+from sepc_torch.data.text_table import printable
 from sepc_torch.shapes import Array, Float
 
 # Number of features that the number of rows of a record batch is chosen for; the length of lists is known only later.
@@ -151,16 +153,18 @@ class ArrowSource(EmbeddingSource):
                 "table of it, for example with pyarrow.Table.from_batches."
             )
         columns = table.schema.names
+        refuse_duplicates(columns, "The table")
         if not isinstance(labels, str) or labels not in columns:
+            listed = ", ".join(map(printable, columns))
             raise ValueError(
-                f"labels must name the label column of the table, got {labels!r}; its columns are {', '.join(columns)}."
+                f"labels must name the label column of the table, got {labels!r}; its columns are {listed}."
             )
         self._labels = labels
         self._data = pyarrow.dataset.dataset(table) if isinstance(table, pyarrow.Table) else table
         others = [field for field in table.schema if field.name != labels]
         lists = [field.name for field in others if _is_list(field.type)]
         if lists and len(others) > 1:
-            also = ", ".join(field.name for field in others if field.name != lists[0])
+            also = ", ".join(printable(field.name) for field in others if field.name != lists[0])
             raise ValueError(
                 f"The list column {lists[0]!r} must be the only column besides the labels, got also {also}. Select "
                 f"the two columns first, for example table.select([{lists[0]!r}, {labels!r}])."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sepc_torch.data.text_table import printable
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.prediction import Prediction
@@ -50,7 +51,9 @@ class Explanation:
                 f"  runner-up {d['runner_up']!r}: its nearest ellipsoid is at distance {d['runner_up_distance']:.3f} "
                 f"({d['margin']:.3g} times the distance of the label's class)"
             )
-        named = ", ".join(f"{name} {share:+.0%}" for name, share in list(d["features"].items())[:_NAMED_FEATURES])
+        named = ", ".join(
+            f"{printable(name)} {share:+.0%}" for name, share in list(d["features"].items())[:_NAMED_FEATURES]
+        )
         lines.append(
             f"  contributions to the distance from the nearest centre: {named} (+ increases it, - decreases it)"
         )

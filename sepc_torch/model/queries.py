@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_array, label_codes
+from sepc_torch.data.arrays import label_array, label_codes, refuse_duplicates
 from sepc_torch.model.device_sync import can_synchronize
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -26,6 +26,7 @@ def points_as_tensor(z: Any, feature_names: tuple[str, ...] | None, device: torc
                 f"The table lacks the columns {missing}, which the model was fitted on. Add or rename them."
             )
         z = z[list(feature_names)]
+        refuse_duplicates(z.columns, "The table")
     if not isinstance(z, Tensor):
         z = torch.from_numpy(np.array(z, dtype=np.float64))  # copy: arrays of DataFrames can be read-only
     z = z.to(device)

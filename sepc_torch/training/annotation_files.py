@@ -13,7 +13,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import numpy as np
 from torch import Tensor
 
 from sepc_torch.data import files
+from sepc_torch.data.arrays import refuse_duplicates
+from sepc_torch.data.csv_cells import unescape_cell
+from sepc_torch.data.text_table import printable
 from sepc_torch.training.trust_table import TrustTable, write_records
 
 # Whole numbers, also in the form 3.0. No exponents: a spreadsheet that shows 1.2E+05 has rounded the number.
@@ -37,7 +40,8 @@ def write_questions(
 
     Args:
         path: ``.csv``, ``.jsonl``, or ``.json`` for tasks that Label Studio imports. The file is written atomically. An
-            existing file is not overwritten, because it may hold answers.
+            existing file is not overwritten, because it may hold answers. In a CSV file, text that a spreadsheet would
+            run as a formula starts with an apostrophe, which :func:`read_answers` removes.
         table: The samples with the model's predictions.
         context: From an id to a dictionary of values to show the annotator, such as the address of a picture. Its keys
             must differ from the table's columns, ``id`` and ``answer``.
@@ -46,7 +50,9 @@ def write_questions(
     """
     path = Path(path)
     if path.exists():
-        raise FileExistsError(f"{path} exists and may hold answers. Read it with read_answers, then move it away.")
+        raise FileExistsError(
+            f"{str(path)!r} exists and may hold answers. Read it with read_answers, then move it away."
+        )
     kind = _kind(path)
     records = [{**row, **_context(context, row)} for row in table.rows()]
     if classes is not None and "label" in table.columns:
@@ -78,38 +84,40 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
     {12: 1}
     """
     path = Path(path)
-    kind = _kind(path)
+    kind, source = _kind(path), repr(str(path))
     try:
-        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+        # Spreadsheets write a byte order mark. Bytes are decoded because read_text would replace carriage returns.
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}). Save it as UTF-8, in Excel as 'CSV UTF-8'.") from error
+        raise ValueError(f"{source} is not UTF-8 ({error}). Save it as UTF-8, in Excel as 'CSV UTF-8'.") from error
     try:
         if kind == "csv":
             # splitlines() would also split at characters inside the text, such as U+2028.
             reader = csv.DictReader(io.StringIO(text, newline=""))
             if reader.fieldnames is None:
-                raise ValueError(f"{path} is empty; expected a header with id and answer, as in write_questions.")
-            _check_fields(reader.fieldnames, path)
-            pairs = [_pair(row, path) for row in reader]
+                raise ValueError(f"{source} is empty; expected a header with id and answer, as in write_questions.")
+            refuse_duplicates(filter(None, reader.fieldnames), source)
+            _check_fields(reader.fieldnames, source)
+            pairs = [_pair({**row, "answer": unescape_cell(row["answer"])}, source) for row in reader]
         elif kind == "jsonl":
-            pairs = [_pair(json.loads(line), path) for line in text.split("\n") if line.strip()]
+            pairs = [_pair(json.loads(line), source) for line in text.split("\n") if line.strip()]
         else:
             tasks = json.loads(text)
             if not isinstance(tasks, list):
-                raise ValueError(_export_error(path, f"it holds a {type(tasks).__name__} instead of a list of tasks"))
-            pairs = [_annotated(task, path) for task in tasks]
+                raise ValueError(_export_error(source, f"it holds a {type(tasks).__name__} instead of a list of tasks"))
+            pairs = [_annotated(task, source) for task in tasks]
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}).") from error
+        raise ValueError(f"{source} is not valid JSON ({error}).") from error
     except csv.Error as error:
-        raise ValueError(f"{path} is not valid CSV ({error}).") from error
+        raise ValueError(f"{source} is not valid CSV ({error}).") from error
     names = None if classes is None else [str(label) for label in classes]
     found: dict[int, int] = {}
     for name, answer in pairs:
         if _is_unanswered(answer, names):
             continue
-        code = _code(answer, names, name, path)
+        code = _code(answer, names, name, source)
         if found.setdefault(name, code) != code:
-            raise ValueError(f"{path} answers id {name} twice, with {found[name]} and with {code}. Keep one answer.")
+            raise ValueError(f"{source} answers id {name} twice, with {found[name]} and with {code}. Keep one answer.")
     return found
 
 
@@ -148,7 +156,7 @@ def _class_name(label: Any, classes: Sequence[Any]) -> Any:
         code = -1
     if not 0 <= code < len(names):
         raise ValueError(
-            f"classes has {len(names)} names, {', '.join(names)}, but the table holds the label {label!r}. Name every "
+            f"classes has {len(names)} names, {_listed(names)}, but the table holds the label {label!r}. Name every "
             "class."
         )
     return names[code]
@@ -188,48 +196,56 @@ def _task(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"data": dict(record), "predictions": [prediction]}
 
 
-def _check_fields(fields: Collection[Any], path: Path) -> None:
+def _check_fields(fields: Collection[Any], source: str) -> None:
     """Raise an error unless a row has an id and an answer."""
     missing = [name for name in ("id", "answer") if name not in fields]
     if missing:
-        raise ValueError(f"{path} lacks {' and '.join(missing)}; its columns are {', '.join(map(str, fields))}.")
+        raise ValueError(f"{source} lacks {' and '.join(missing)}; its columns are {_listed(fields)}.")
 
 
-def _pair(row: Any, path: Path) -> tuple[int, Any]:
+def _pair(row: Any, source: str) -> tuple[int, Any]:
     """Id and answer of a row."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"{path} holds the line {row!r}; expected a JSON object with id and answer on every line.")
-    _check_fields(row, path)
-    answer = row["answer"]
-    return _id(row["id"], path), answer.strip() if isinstance(answer, str) else answer
+        raise ValueError(f"{source} holds the line {row!r}; expected a JSON object with id and answer on every line.")
+    _check_fields(row, source)
+    return _id(row["id"], source), row["answer"]
 
 
-def _annotated(task: Any, path: Path) -> tuple[int, Any]:
+def _annotated(task: Any, source: str) -> tuple[int, Any]:
     """Id and last finished annotation of a task exported by Label Studio (JSON, not JSON-MIN)."""
-    data = _entry(task, "data", Mapping, {}, path)
+    data = _entry(task, "data", Mapping, {}, source)
     if "id" not in data:
-        raise ValueError(_export_error(path, "a task lacks data.id"))
-    name = _id(data["id"], path)
+        raise ValueError(_export_error(source, "a task lacks data.id"))
+    name = _id(data["id"], source)
     answer = None
-    for annotation in _entry(task, "annotations", list, [], path):
+    for annotation in _entry(task, "annotations", list, [], source):
         if isinstance(annotation, Mapping) and annotation.get("was_cancelled"):
             continue
-        for result in _entry(annotation, "result", list, [], path):
-            choices = _entry(_entry(result, "value", Mapping, {}, path), "choices", list, [], path)
-            answer = choices[0] if choices else answer
+        values = [_entry(r, "value", Mapping, {}, source) for r in _entry(annotation, "result", list, [], source)]
+        choices = [choice for value in values for choice in _entry(value, "choices", list, [], source)]
+        if len(choices) > 1:
+            raise ValueError(
+                f"{source} answers id {name} with {len(choices)} choices, {_listed(choices)}; expected one. Correct "
+                "the annotation, and let annotators select a single choice."
+            )
+        answer = choices[0] if choices else answer
     return name, answer
 
 
-def _entry(owner: Any, name: str, kind: type, default: Any, path: Path) -> Any:
+def _entry(owner: Any, name: str, kind: type, default: Any, source: str) -> Any:
     """Entry of an export; the default if it is missing or null."""
     found = owner.get(name) if isinstance(owner, Mapping) else owner
     if not isinstance(owner, Mapping) or not (found is None or isinstance(found, kind)):
-        raise ValueError(_export_error(path, f"it holds {found!r} where {name} was expected"))
+        raise ValueError(_export_error(source, f"it holds {found!r} where {name} was expected"))
     return default if found is None else found
 
 
-def _export_error(path: Path, why: str) -> str:
-    return f"{path} is not a JSON export of Label Studio: {why}. Export as JSON, not as JSON-MIN."
+def _export_error(source: str, why: str) -> str:
+    return f"{source} is not a JSON export of Label Studio: {why}. Export as JSON, not as JSON-MIN."
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(printable, names))
 
 
 def _whole(value: Any) -> int | None:
@@ -241,22 +257,25 @@ def _whole(value: Any) -> int | None:
     return int(value) if value >= 0 and (isinstance(value, int) or value.is_integer()) else None
 
 
-def _id(value: Any, path: Path) -> int:
+def _id(value: Any, source: str) -> int:
     """Id of a sample, as an integer."""
     name = _whole(value)
     if name is None:
-        raise ValueError(f"{path} holds the id {value!r}; ids must be whole numbers from 0, indices into the data set.")
+        raise ValueError(
+            f"{source} holds the id {value!r}; ids must be whole numbers from 0, indices into the data set."
+        )
     return name
 
 
 def _is_unanswered(answer: Any, names: Sequence[str] | None) -> bool:
     """Whether a question has no answer. pandas writes a gap as nan; a class may also have the name nan."""
-    if answer is None or answer == "" or (isinstance(answer, float) and math.isnan(answer)):
-        return True
-    return isinstance(answer, str) and answer.lower() == "nan" and answer not in (names or ())
+    if isinstance(answer, str):
+        text = answer.strip()
+        return text == "" or (text.lower() == "nan" and text not in (names or ()))
+    return answer is None or (isinstance(answer, float) and math.isnan(answer))
 
 
-def _code(answer: Any, names: Sequence[str] | None, name: int, path: Path) -> int:
+def _code(answer: Any, names: Sequence[str] | None, name: int, source: str) -> int:
     """Label of an answer, as a code."""
     whole = _whole(answer)
     if names is None:
@@ -264,8 +283,9 @@ def _code(answer: Any, names: Sequence[str] | None, name: int, path: Path) -> in
             return whole
         expected = "a whole number from 0; pass classes= to read names"
     else:
-        for form in (answer, whole):  # if the names are numbers, 7.0 is the class 7
+        # Annotators add spaces, a name may start with a tab, and if the names are numbers, 7.0 is the class 7.
+        for form in (answer, answer.strip() if isinstance(answer, str) else None, whole):
             if form is not None and str(form) in names:
                 return names.index(str(form))
-        expected = f"one of {', '.join(names)}"
-    raise ValueError(f"{path} answers {answer!r} for id {name}; expected {expected}.")
+        expected = f"one of {_listed(names)}"
+    raise ValueError(f"{source} answers {answer!r} for id {name}; expected {expected}.")

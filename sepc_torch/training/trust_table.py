@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data import files
-from sepc_torch.data.text_table import text_table
+from sepc_torch.data.csv_cells import escape_cell, quoting
+from sepc_torch.data.text_table import printable, text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Int
 
@@ -77,7 +78,7 @@ class TrustTable:
         return values
 
     def __repr__(self) -> str:
-        return f"TrustTable({len(self)} rows: id, {', '.join(self.columns)})"
+        return f"TrustTable({len(self)} rows: id, {', '.join(map(printable, self.columns))})"
 
     def __str__(self) -> str:
         shown = self.take(torch.arange(min(_SHOWN, len(self))))
@@ -117,7 +118,7 @@ class TrustTable:
         return pd.DataFrame({"id": self["id"], **{name: self[name] for name in self.columns}})
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV file with a header, atomically."""
+        """Write a CSV file with a header, atomically. Text that looks like a formula starts with an apostrophe."""
         write_records(path, list(self.rows()), ["id", *self.columns])
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
@@ -132,11 +133,12 @@ def _finite(value: Any) -> Any:
 
 
 def write_records(path: str | os.PathLike[str], records: Sequence[Mapping[str, Any]], header: Sequence[str]) -> None:
-    """Write dictionaries as a CSV file, atomically."""
+    """Write dictionaries as a CSV file for spreadsheets (:mod:`sepc_torch.data.csv_cells`), atomically."""
+    rows = [[escape_cell(name) for name in header]]
+    rows += [[escape_cell(record.get(name, "")) for name in header] for record in records]
     with (
         files.replacing(Path(path)) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
     ):
-        writer = csv.DictWriter(file, header, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
+        style = quoting(cell for row in rows for cell in row)
+        csv.writer(file, lineterminator="\n", quoting=style).writerows(rows)
