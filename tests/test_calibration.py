@@ -157,8 +157,8 @@ def test_the_joint_score_increases_in_confidence_and_typicality(rng: Rng) -> Non
     assert joint_score(torch.ones(1), torch.tensor([-1e38]), odds).tolist() == [0.0]
 
 
-def test_a_threshold_is_not_rounded(rng: Rng) -> None:
-    """The threshold has the dtype of the scores; rounding could refuse the point at the threshold."""
+def test_a_threshold_lies_between_scores(rng: Rng) -> None:
+    """Halfway in log odds between two groups of equal scores, so that rounding errors do not decide."""
     for dtype in (torch.float32, torch.float64):
         labels = LabelCalibration(["regions"], 1)
         labels.held_joint = torch.from_numpy(rng.random(999)).to(dtype)
@@ -167,10 +167,11 @@ def test_a_threshold_is_not_rounded(rng: Rng) -> None:
             found = labels.accept(*request)
             assert found.found
             assert float((labels.held_joint >= labels.threshold).double().mean()) == found.coverage
-            assert found.threshold in labels.held_joint
+            assert found.threshold not in labels.held_joint
             assert found.error == 0.0
         labels.accept(None, 0.05, 0.1)
-        assert int((labels.held_joint < labels.threshold).sum()) == 99
+        # Groups of nearly equal scores stay together: at most a few fewer than the promised share are refused.
+        assert 90 <= int((labels.held_joint < labels.threshold).sum()) <= 99
 
 
 def test_no_point_is_both_fitted_and_ranked(rng: Rng) -> None:

@@ -35,6 +35,23 @@ def test_agrees_with_brute_force(rng: Rng, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
 
 
+@pytest.mark.parametrize("ratio", [1e1, 1e3, 1e5])
+@pytest.mark.parametrize("classes", [4, 40])
+def test_clusters_far_apart(rng: Rng, ratio: float, classes: int) -> None:
+    """In float32, for clusters many times their width apart, also within a class."""
+    centers = ratio * rng.normal(size=(2 * classes, 16))
+    codes = torch.repeat_interleave(torch.arange(classes), 30)
+    cluster = 2 * codes.numpy() + rng.integers(0, 2, len(codes))
+    points = torch.from_numpy(rng.normal(size=(len(codes), 16)) + centers[cluster]).float()
+    z = torch.from_numpy(rng.normal(size=(60, 16)) + centers[rng.integers(0, 2 * classes, 60)]).float()
+    near = Neighbours(points, codes)
+    assert near.far_apart == (ratio > 1e2)
+    found = near(z).amin(dim=1).double()
+    # The origin is subtracted in float32 from points that are float32 themselves.
+    exact = (z.double()[:, None] - near.points.double()).norm(dim=2).amin(dim=1)
+    assert torch.allclose(found, exact, rtol=1e-3, atol=1e-6 * ratio)
+
+
 @pytest.mark.parametrize("widths", [(1, 2), (9, 17), (1, 200)])
 def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, int]) -> None:
     """The grouped search equals the search class by class, to the last bit for the nearest classes of a row.

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.stats import gamma
 from torch import Tensor
 
-from sepc_torch.head.strangeness import Strangeness, log_survival
+from sepc_torch.head.strangeness import _RESOLUTION, Strangeness, log_survival
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -34,20 +34,39 @@ def test_survival_decreases_from_one_towards_zero(rng: Rng, count: int, ties: bo
     assert beyond[3] == beyond[4]
 
 
+def lifted(ordered: Tensor, values: Tensor) -> Tensor:
+    """Values that count as the given ones: a value counts as smaller by the resolution."""
+    shift = _RESOLUTION * ordered.abs().mean()
+    return (values + shift) / (1.0 - torch.where(values >= -shift, 1.0, -1.0) * _RESOLUTION)
+
+
 def test_survival_is_the_p_value_at_calibration_scores(rng: Rng) -> None:
     """Below the tail, linear between two scores, and continuous at the start of the tail."""
     ordered = torch.from_numpy(rng.normal(size=200)).sort().values
     place = torch.arange(200, dtype=torch.float64)
     start = 200 - 1 - 20
-    found = log_survival(ordered, ordered[: start + 1]).exp()
-    assert torch.allclose(found, (201 - place[: start + 1]) / 201, atol=1e-12)
-    middle = log_survival(ordered, (ordered[:start] + ordered[1 : start + 1]) / 2).exp()
+    steepest = float(1 / ordered.diff().min())
+    found = log_survival(ordered, lifted(ordered, ordered[: start + 1])).exp()
+    assert torch.allclose(found, (201 - place[: start + 1]) / 201, atol=1e-12 * (1 + steepest))
+    middle = log_survival(ordered, lifted(ordered, (ordered[:start] + ordered[1 : start + 1]) / 2)).exp()
     assert torch.allclose(middle, (found[:-1] + found[1:]) / 2, atol=1e-9)
     edge = ordered[start]
     gap = 1e-9 * torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    before, after = log_survival(ordered, edge + gap)
-    steepest = 1 / (ordered.diff().min() * 20)
-    assert float(before - after) <= 2e-9 * float(steepest + 10.0)
+    before, after = log_survival(ordered, lifted(ordered, edge + gap))
+    assert float(before - after) <= 2e-9 * float(steepest / 20 + 10.0)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 1.0])
+def test_rounding_errors_do_not_lift_a_value_above_equal_scores(rng: Rng, share: float) -> None:
+    """A share of the calibration scores is one value, as for repeated embeddings."""
+    scores = rng.normal(size=500)
+    scores[: round(500 * share)] = value = rng.choice(scores)
+    ordered = torch.from_numpy(np.sort(scores))
+    noisy = value + 1e-7 * torch.linspace(-1.0, 1.0, 21, dtype=torch.float64)
+    found = log_survival(ordered, noisy)
+    at_least = float((ordered >= value).double().mean())
+    assert (found.exp() >= 0.95 * at_least).all() or at_least < 0.12  # in the tail the share is a model
+    assert float(found.max() - found.min()) < 1e-2
 
 
 def test_the_tail_is_exponential(rng: Rng) -> None:
@@ -57,7 +76,7 @@ def test_the_tail_is_exponential(rng: Rng) -> None:
     mean_excess = 1.0 / float(far[0] - far[1])
     assert gamma.ppf(1e-8, 100) / 100 < mean_excess < gamma.isf(1e-8, 100) / 100
     start = ordered[1000 - 1 - 100]
-    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()))
+    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()), rel=2 * _RESOLUTION)
 
 
 def test_survival_of_new_points_is_uniform(rng: Rng) -> None:
@@ -76,7 +95,7 @@ def test_equal_scores_give_a_step() -> None:
     ordered = torch.full((50,), 2.0, dtype=torch.float64)
     found = log_survival(ordered, torch.tensor([1.0, 2.0, 2.1], dtype=torch.float64))
     assert found[:2].tolist() == [0.0, 0.0]
-    assert found[2] < -1e6
+    assert found[2] < -1e3
 
 
 class TestStrangeness:
@@ -141,7 +160,7 @@ class TestStrangeness:
         share = log_survival(nonconformity[:, 0].sort().values, nonconformity[:, 0])
         assert torch.allclose(combined, -share)
         ordinary = share.exp() > 0.15
-        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=1e-9)
+        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=1.0 / 500)
 
     def test_typicality_decreases_in_every_score(self, rng: Rng) -> None:
         model, nonconformity = self.fitted(rng)

@@ -26,6 +26,8 @@ from sepc_torch.shapes import Bool, Float, Int
 # Scores closer than this count as equal: log odds of joint scores and nonconformity scores, relative to 1 + |score|.
 # Rounding errors, which depend on the batch size, are far below.
 RESOLUTION = 1e-4
+# Bound of the log odds of a joint score, which can round to zero.
+_MAX_LOG_ODDS = 1e3
 # Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
 # hundred of the calibration distribution have odds above one.
 UNKNOWN_ODDS = 0.03
@@ -145,7 +147,7 @@ class LabelCalibration(nn.Module):
 
     def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
         """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta."""
-        steps = separated(self.held_joint.double().logit())
+        steps = separated(self.held_joint.double().logit().clamp(-_MAX_LOG_ODDS, _MAX_LOG_ODDS))
         if flag_rate is not None:
             threshold = steps.threshold(flag_threshold(steps.scores, flag_rate))
             if threshold == -math.inf:
@@ -183,7 +185,7 @@ class Steps(NamedTuple):
 
     def threshold(self, score: float) -> float:
         """Threshold that accepts the group of a score and all higher ones, as a probability; inf stays inf."""
-        return score if math.isinf(score) else 1.0 / (1.0 + math.exp(-self.below[score]))
+        return score if math.isinf(score) else float(torch.tensor(self.below[score], dtype=torch.float64).sigmoid())
 
 
 def separated(scores: Float[Tensor, "M"]) -> Steps:

@@ -28,9 +28,9 @@ from sepc_torch.shapes import Bool, Float
 # Fraction of calibration points that form the tail (their mean excess sets its slope), and their least number.
 TAIL_FRACTION = 0.1
 MIN_TAIL_POINTS = 5
-# Scores closer than this, relative to 1 + |score|, count as equal. Rounding errors, which depend on the batch size, are
+# Scores closer than this, relative to their size, count as equal. Rounding errors, which depend on the batch size, are
 # far below.
-_RESOLUTION = 1e-5
+_RESOLUTION = 5e-6
 
 
 class Strangeness(nn.Module):
@@ -103,8 +103,9 @@ def log_survival(
     start = ordered[count - 1 - tail]
     excess = (ordered[count - tail :] - start).mean()
     # Equal calibration scores would make the slope infinite.
-    excess = excess.clamp_min(_RESOLUTION * (1.0 + start.abs()))
-    values = torch.where(values.isfinite(), values - _RESOLUTION * (1.0 + values.abs()), values)
+    scale = ordered.abs().mean().clamp_min(torch.finfo(ordered.dtype).tiny)
+    excess = excess.clamp_min(_RESOLUTION * (scale + start.abs()))
+    values = torch.where(values.isfinite(), values - _RESOLUTION * (scale + values.abs()), values)
     values = torch.where(values.isnan(), torch.inf, values)
     above = torch.searchsorted(ordered, values.contiguous())
     upper = ordered[above.clamp_max(count - 1)]
