@@ -85,7 +85,7 @@ def run_case(target: Target, seed: Sequence[int]) -> Finding | None:
     if child == 0:
         _answer(target, seed, writer)
     os.close(writer)
-    with open(reader, "rb") as pipe:
+    with os.fdopen(reader, "rb") as pipe:
         ready = select.select([pipe], [], [], _WALL_SECONDS)[0]
         if not ready:
             os.killpg(child, signal.SIGKILL)
@@ -99,7 +99,7 @@ def run_case(target: Target, seed: Sequence[int]) -> Finding | None:
         return Finding("takes too long", f"more than {_CPU_SECONDS} s of CPU time")
     if code or not data:
         return Finding(f"the process dies with {signal.Signals(-code).name if code < 0 else code}")
-    found: Finding | None | str = pickle.loads(data)
+    found: Finding | str | None = pickle.loads(data)
     if isinstance(found, str):
         raise RuntimeError(f"The target itself failed for the seed {list(seed)}:\n{found}")
     return found
@@ -114,12 +114,12 @@ def _answer(target: Target, seed: Sequence[int], writer: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    found: Finding | None | str
+    found: Finding | str | None
     try:
         found = target(np.random.default_rng(list(seed)))
     except BaseException:
         found = traceback.format_exc()  # a bug of the target: targets catch what the library raises
-    with open(writer, "wb") as pipe:
+    with os.fdopen(writer, "wb") as pipe:
         pipe.write(pickle.dumps(found))
     os._exit(0)
 
@@ -185,8 +185,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown target {unknown[0]!r}; choose from {', '.join(TARGETS)}")
     torch.set_num_threads(1)  # a process with OpenMP threads cannot be forked
-    if "files" in names or "cli" in names:
-        fuzz_files.originals()  # once, before the fork, instead of in every case
+    fuzz_files.originals()  # made, and its modules imported, once before the fork instead of in every case
     seconds = _SMOKE * len(names) if options.smoke else 60.0 * options.minutes
     times: Counter[tuple[str, str]] = Counter()
     folder: Path | None = options.out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +62,14 @@ def refused(
     if stated and isinstance(error, documented):
         return None
     return Finding(f"{where}{type(error).__name__} from {place}", f"{str(error)[:160]} {detail}".strip())
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder; in memory where that is possible, because every save waits for the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 @contextmanager

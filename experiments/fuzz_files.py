@@ -7,7 +7,6 @@ import os
 import signal
 import stat
 import struct
-import tempfile
 import threading
 import time
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from fuzz_checks import Finding, Rng, memory_limit, refused
+from fuzz_checks import Finding, Rng, memory_limit, refused, scratch
 
 from sepc_torch import SEPC, Partition, TrustHead, partition
 from sepc_torch.active import LabelPool, read_answers
@@ -52,12 +51,11 @@ def originals() -> dict[str, bytes]:
     pool = _new_pool()
     pool.label([3, 5, 8], [2, 0, 1])
     pool.ignore([9])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
+    with scratch() as folder:
+        path = folder / "file"
         found = {}
-        for name, thing in {
-            "partition": part, "model": SEPC.from_partition(part), "head": head, "pool": pool
-        }.items():  # fmt: skip
+        saved: dict[str, Any] = {"partition": part, "model": SEPC.from_partition(part), "head": head, "pool": pool}
+        for name, thing in saved.items():
             thing.save(path)
             found[name] = path.read_bytes()
     return found
@@ -98,8 +96,8 @@ def _damaged(rng: Rng) -> Finding | None:
     content = originals()[kind]
     damaged, what = _damage(rng, content)
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
+    with scratch() as folder:
+        path = folder / "file"
         path.write_bytes(content)
         expected = _CONTENTS[kind](path)
         path.write_bytes(damaged)
@@ -185,8 +183,8 @@ def _edit(rng: Rng, header: dict[str, Any]) -> str:
 def _onto_a_special_file(rng: Rng) -> Finding | None:
     """Saving onto a device or a link leaves it what it is, or is refused."""
     del rng
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "null"
+    with scratch() as folder:
+        path = folder / "null"
         try:
             os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         except OSError:  # not the administrator: a named pipe, which nobody reads
@@ -205,10 +203,10 @@ def _mask_of_other_threads(rng: Rng) -> Finding | None:
     del rng
     mask = os.umask(0o077)
     stop, modes = threading.Event(), set()
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch() as folder:
 
         def create() -> None:
-            path = Path(folder) / "secret"
+            path = folder / "secret"
             while not stop.is_set():
                 handle = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
                 modes.add(os.fstat(handle).st_mode & 0o777)
@@ -219,7 +217,7 @@ def _mask_of_other_threads(rng: Rng) -> Finding | None:
         thread.start()
         pool = _new_pool()
         for _ in range(300):
-            pool.save(Path(folder) / "pool")
+            pool.save(folder / "pool")
         stop.set()
         thread.join()
     os.umask(mask)
@@ -231,8 +229,8 @@ def _concurrent_writers(rng: Rng) -> Finding | None:
     """Three annotators label other samples, and all save to one file too: no state mixes two, and no label is lost."""
     parts = np.array_split(rng.permutation(_POOL), 3)
     answers = rng.integers(0, 5, size=_POOL)
-    with tempfile.TemporaryDirectory() as folder:
-        shared, own = Path(folder) / "shared", [Path(folder) / str(k) for k in range(3)]
+    with scratch() as folder:
+        shared, own = folder / "shared", [folder / str(k) for k in range(3)]
 
         def annotate(k: int) -> None:
             pool = _new_pool()
@@ -257,7 +255,7 @@ def _concurrent_writers(rng: Rng) -> Finding | None:
             pool = _new_pool()
             pool.restore(path)
             merged.absorb(pool.state_dict())
-        left = sorted(path.name for path in Path(folder).iterdir() if path.name.endswith(".partial"))
+        left = sorted(path.name for path in folder.iterdir() if path.name.endswith(".partial"))
     if found is None and (len(merged.labelled_ids) < _POOL or merged.labels_of(range(_POOL)).tolist() != list(answers)):
         found = Finding("labels of concurrent writers are lost or changed", repr(merged))
     return found or (Finding("writers leave partial files", ", ".join(left)) if left else None)
@@ -267,8 +265,8 @@ def _killed_writer(rng: Rng) -> Finding | None:
     """A writer killed at a random moment: every label that it reported is in the file, and at most one more."""
     ids, answers = rng.permutation(_POOL).tolist(), rng.integers(0, 5, size=_POOL).tolist()
     reported = 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "pool"
+    with scratch() as folder:
+        path = folder / "pool"
         _new_pool().save(path)
         for _ in range(6):
             reader, writer = os.pipe()
@@ -286,7 +284,7 @@ def _killed_writer(rng: Rng) -> Finding | None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(writer)
-            with open(reader, "rb") as pipe:
+            with os.fdopen(reader, "rb") as pipe:
                 reported += len(pipe.read())
             pool = _new_pool()
             try:
@@ -300,7 +298,7 @@ def _killed_writer(rng: Rng) -> Finding | None:
                 return Finding("a killed writer changes labels")
             reported = len(labelled)
         pool.save(path)
-        left = [entry.name for entry in Path(folder).iterdir() if entry.name.endswith(".partial")]
+        left = [entry.name for entry in folder.iterdir() if entry.name.endswith(".partial")]
     return Finding("a killed writer's partial files are never removed", f"{len(left)} left") if left else None
 
 
@@ -337,8 +335,8 @@ def _hostile_answers(rng: Rng) -> Finding | None:
     if rng.random() < 0.2:
         text = text[: int(rng.integers(0, len(text) + 1))]
         chosen = None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"answers.{'json' if kind == 'studio' else kind}"
+    with scratch() as folder:
+        path = folder / f"answers.{'json' if kind == 'studio' else kind}"
         path.write_text(text, encoding="utf-8")
         try:
             found = read_answers(path)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fuzz_checks import Finding, Rng, hostile_points, refused
+from fuzz_checks import Finding, Rng, hostile_points, refused, scratch
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
 from sepc_torch import SEPC, Kind, Partition, Rule, TrustHead, minimum_volume_ellipsoid, partition
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.layers import MVELayer, RCHLayer
+from sepc_torch.head.projection import Normalize
+from sepc_torch.layers import (
+    MVELayer,
+    RCHLayer,
+    cvxpylayers_backend,  # noqa: F401 - its slow import happens before the fork
+)
 from sepc_torch.shapes import Array
 
 # Points with at most this distance to an ellipsoid are inside for every precision of the model.
@@ -163,7 +166,8 @@ def head_target(rng: Rng) -> Finding | None:
     new = None if logits is None else torch.from_numpy(rng.normal(size=(64, classes)) * rng.choice([1.0, 1e4]))
     if new is not None:
         new[40], new[41, 0], new[42] = torch.nan, torch.inf, 0.0
-    normalize = (None, "l2", "standardize")[rng.integers(0, 3)]
+    choices: list[Normalize] = [None, "l2", "standardize"]
+    normalize = choices[rng.integers(0, 3)]
     seen = f"{tuple(z.shape)} {dtype}, {classes} classes, scale {scale:.1e}, {normalize}, logits={logits is not None}"
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -200,9 +204,9 @@ def _undocumented(out: HeadPrediction, calibrated: set[int]) -> Finding | None:
 
 
 def _unequal_when_loaded(head: TrustHead, z: Tensor, logits: Tensor | None, out: HeadPrediction) -> Finding | None:
-    with tempfile.TemporaryDirectory() as folder:
-        head.save(Path(folder) / "head")
-        again = TrustHead.load(Path(folder) / "head")(z, logits)
+    with scratch() as folder:
+        head.save(folder / "head")
+        again = TrustHead.load(folder / "head")(z, logits)
     names = [name for name in out._fields if not _same(getattr(out, name), getattr(again, name))]
     return Finding("a loaded head answers differently", ", ".join(names)) if names else None
 

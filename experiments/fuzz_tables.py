@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import struct
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow
 import pyarrow.parquet
-from fuzz_checks import Finding, Rng, memory_limit, refused
+from fuzz_checks import Finding, Rng, memory_limit, refused, scratch
 from fuzz_files import originals
 from typer.testing import CliRunner
 
@@ -27,14 +26,28 @@ _CELLS = (
     "9" * 400, "1e999", "-1e-400", "nan", "inf", "", " ", "NULL", "0x1f", "1_000", "1,5", "True", "\x00", "\x1b[2J",
     '"', "\n", "=1+1", "@SUM(1)", "-2+3|cmd", "a" * 200_000, "٣", "\ud7ff", "\u202e", "1" * 20, "2024-01-01",
 )  # fmt: skip
-_NAMES = ("u", "v", "", " u", "\x1b]0;x\x07", "label", "trust", "row", "u.1", "=1+1", "0", "a\nb", "\ufeffu", "x" * 5000)
+_NAMES = (
+    "u",
+    "v",
+    "",
+    " u",
+    "\x1b]0;x\x07",
+    "label",
+    "trust",
+    "row",
+    "u.1",
+    "=1+1",
+    "0",
+    "a\nb",
+    "\ufeffu",
+    "x" * 5000,
+)
 _ENCODINGS = ("utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16", "cp1252")
 
 
 def cli_target(rng: Rng) -> Finding | None:
     """A command on a hostile table: success, or one line on standard error, and never a part of an output."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with scratch() as folder:
         (folder / "model.safetensors").write_bytes(originals()["model"])
         data = _TABLES[str(rng.choice(list(_TABLES), p=[0.7, 0.15, 0.15]))](rng, folder)
         before = set(folder.iterdir())
@@ -46,16 +59,17 @@ def cli_target(rng: Rng) -> Finding | None:
                 result = CliRunner().invoke(app, words)
         except Exception as error:  # the runner could not even decode the output
             return Finding(f"sepc {command}: {type(error).__name__} of the output", str(error)[:160])
-        seen = f"{' '.join(words[:1] + words[2:])} on {data.name} {data.read_bytes()[:80]!r}"
+        seen = f"{' '.join(words).replace(f'{folder}/', '')}, where {data.name} is {data.read_bytes()[:60]!r}"
         if result.exception is not None and not isinstance(result.exception, SystemExit):
-            return refused(result.exception, where=f"sepc {command}: traceback, ", detail=seen)
+            found = refused(result.exception, where=f"sepc {command}: traceback, ", detail=seen)
+            return None if found is None else found._replace(detail=found.detail.replace(f"{folder}/", ""))
         left = set(folder.iterdir()) - before
         if left - {output} or (result.exit_code and left):
             return Finding(f"sepc {command}: partial output", f"{sorted(path.name for path in left)} {seen}")
-        found = _output_fault(result.output, result.exit_code)
-        if found is None and not result.exit_code:
-            found = _unnoticed(data) or (_formula(output) if output.name == "out.csv" else None)
-        return None if found is None else Finding(f"sepc {command}: {found}", seen)
+        fault = _output_fault(result.output, result.exit_code)
+        if fault is None and not result.exit_code:
+            fault = _unnoticed(data) or (_formula(output) if output.name == "out.csv" else None)
+        return None if fault is None else Finding(f"sepc {command}: {fault}", seen)
 
 
 def _words(rng: Rng, command: str, model: Path, data: Path, output: Path) -> list[str]:
@@ -63,7 +77,7 @@ def _words(rng: Rng, command: str, model: Path, data: Path, output: Path) -> lis
     words = {
         "fit": ["fit", str(data), "-o", str(output)],
         "score": ["score", str(model), str(data), "-o", str(output)],
-        "explain": ["explain", str(model), str(data), "--row", str(rng.choice(["0", "3", "99", "99999999999999999999"]))],
+        "explain": ["explain", str(model), str(data), "--row", str(rng.choice(["0", "3", "99", "9" * 20]))],
         "landscape": ["landscape", str(data)],
     }[command]  # fmt: skip
     if command in ("fit", "landscape"):
@@ -119,7 +133,9 @@ def _rows(rng: Rng) -> tuple[list[str], list[list[str]]]:
     n = int(rng.choice([0, 1, 3, 30]))
     y = rng.integers(0, 3, size=n)
     x = rng.normal(size=(n, 2)) + 2.0 * y[:, None]
-    rows = [[repr(float(a)), repr(float(b)), f"id{i}", "abc"[k]] for i, ((a, b), k) in enumerate(zip(x, y, strict=True))]
+    rows = [
+        [repr(float(a)), repr(float(b)), f"id{i}", "abc"[k]] for i, ((a, b), k) in enumerate(zip(x, y, strict=True))
+    ]
     header = ["u", "v", "who", "cls"]
     for _ in range(int(rng.choice([0, 1, 1, 3]))):
         if rows:
@@ -155,7 +171,11 @@ def _npz(rng: Rng, folder: Path) -> Path:
         x = [rng.normal(size=(6, 2)), rng.normal(size=6), np.array([["a", "b"]] * 6), np.zeros((0, 2)), np.eye(6) * 1j]
         y = [np.array(list("aabbcc")), np.arange(3), np.full(6, np.nan), np.arange(6).reshape(3, 2), np.array("a")]
         names = [np.array(["u", "v"]), np.array(["u", "u"]), np.array([1, 2]), np.array(["\x1b[2J", "v"])]
-        arrays = {"X": x[rng.integers(0, 5)], "y": y[rng.integers(0, 5)], "feature_names": names[rng.integers(0, 4)]}
+        arrays: dict[str, Any] = {
+            "X": x[rng.integers(0, 5)],
+            "y": y[rng.integers(0, 5)],
+            "feature_names": names[rng.integers(0, 4)],
+        }
         np.savez(path, **{name: array for name, array in arrays.items() if rng.random() < 0.8})
     elif kind == "objects":
         np.savez(path, X=np.array([{"a": 1}, None], dtype=object))
