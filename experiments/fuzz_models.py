@@ -127,9 +127,12 @@ def _partitions_in_threads(rng: Rng) -> Finding | None:
 def _ellipsoids(rng: Rng) -> Finding | None:
     """Single ellipsoids of points whose features have one scale, with a floor: nothing here is ill-conditioned."""
     for _ in range(30):
-        n, d = int(rng.integers(2, 60)), int(rng.integers(1, 6))
-        points = rng.normal(size=(n, d)) + rng.choice([0.0, 1.0, 3.0]) * rng.normal(size=(2, d))[rng.integers(0, 2, n)]
-        floor = float(rng.choice([0.0, 10.0 ** rng.uniform(-6, 0.5)])) * float(points.std())
+        n, d, groups = (int(rng.integers(*bounds)) for bounds in ((2, 60), (1, 6), (1, 4)))
+        centers = rng.choice([1.0, 3.0]) * rng.normal(size=(groups, d))
+        points = rng.normal(size=(n, d)) + centers[rng.integers(0, groups, n)]
+        # A floor near the half range holds some of the axes and leaves others free.
+        floor = float(rng.choice([0.0, 10.0 ** rng.uniform(-6, 0), rng.uniform(0.85, 1.2), rng.uniform(0.85, 1.2)]))
+        floor *= float(np.ptp(points, axis=0).max()) / 2
         seen = f"{n} x {d}, floor {floor!r}"
         try:
             found = minimum_volume_ellipsoid(points, floor=floor)
