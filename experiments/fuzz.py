@@ -110,6 +110,7 @@ def _answer(target: Target, seed: Sequence[int], writer: int) -> None:
     import traceback
 
     os.setpgid(0, 0)
+    signal.alarm(_WALL_SECONDS + 5)  # ends a case that hangs even if the campaign itself was killed
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 5))
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)

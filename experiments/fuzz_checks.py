@@ -105,7 +105,8 @@ def hostile_points(rng: Rng, least: float = _LEAST, most: float = _MOST) -> tupl
         x[:, j] = rng.choice([np.zeros(n), x[:, k], 2 * x.sum(axis=1)])
     if rng.random() < 0.3:  # repeated rows, also across classes
         x[rng.integers(0, n, size=n // 2)] = x[rng.integers(0, n)]
-    return _moved(rng, x, least, most), y
+    with np.errstate(over="ignore"):  # clipped afterwards
+        return _moved(rng, x, least, most), y
 
 
 def _shape(rng: Rng, n: int, d: int) -> Array:
