@@ -15,7 +15,7 @@ from sepc_torch.shapes import Float, Int
 # points in clusters far apart, the search is in float64.
 _MAX_ERROR = 1e-3
 # Reference points whose nearest other point is found to estimate that error.
-_SAMPLE = 256
+_SAMPLE = 64
 # Above this number of classes, classes of similar size are searched together: copying the products into groups then
 # takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
@@ -108,7 +108,7 @@ def _far_apart(offsets: Float[Tensor, "N D"]) -> bool:
         return False
     points = offsets.double()
     some = torch.linspace(0, count - 1, min(count, _SAMPLE), device=points.device).long()
-    apart = torch.cdist(points[some], points, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = torch.cdist(points[some], points)
     apart[torch.arange(len(some)), some] = torch.inf
     typical = apart.amin(dim=1).median().square()
     error = torch.finfo(offsets.dtype).eps * dim**0.5 * points.square().sum(dim=1).amax()
