@@ -94,9 +94,9 @@ class LabelCalibration(nn.Module):
         self.register_buffer("held_nonconformity", torch.zeros(0))
         self.register_buffer("class_nonconformity", torch.zeros(0, 0))
         self.register_buffer("class_counts", torch.zeros(0, dtype=torch.int64))
-        self.register_buffer("held_joint", torch.zeros(0))
+        self.register_buffer("held_joint", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("held_right", torch.zeros(0, dtype=torch.bool))
-        self.register_buffer("threshold", torch.tensor(torch.inf))
+        self.register_buffer("threshold", torch.tensor(torch.inf, dtype=torch.float64))
 
     @property
     def done(self) -> bool:
