@@ -333,11 +333,17 @@ def draw(results: list[dict[str, Any]]) -> None:
     save_figure(figure, "trust_panel")
 
 
-def draw_ranks(results: list[dict[str, Any]]) -> None:
-    """The mean rank of every score over the sets, for each question; ours in colour."""
-    near = {(result["set"], group) for result in results for group in result["near"]}
-    figures: dict[str, list[dict[str, float]]] = {}
-    for row in summarise(results):
+def draw_ranks(rows: list[dict[str, Any]], near: set[tuple[str, str]]) -> None:
+    """The mean rank of every score over the sets, for each question; ours in colour.
+
+    Args:
+        rows: The rows of :func:`summarise`.
+        near: Sets and groups of unknowns that resemble the known classes.
+    """
+    figures: dict[str, list[dict[str, float]]] = {
+        kind: [] for kind in ("mistakes", "near unknowns", "far unknowns", "both")
+    }
+    for row in rows:
         kind, _, group = row["question"].partition(": ")
         if kind == "unknowns":
             kind = "near unknowns" if (row["set"], group) in near else "far unknowns"
@@ -345,7 +351,7 @@ def draw_ranks(results: list[dict[str, Any]]) -> None:
             ours = OURS[row["question"].partition(":")[0]]
             values = {name: value for name, value in row["all"].items() if name in PEERS} | {"SEP-C": row["all"][ours]}
             sign = -1.0 if "unknowns" in kind else 1.0
-            figures.setdefault(kind, []).append({name: sign * value for name, value in values.items()})
+            figures[kind].append({name: sign * value for name, value in values.items()})
     figure, axes = plt.subplots(1, len(figures), figsize=(4.2 * len(figures), 6.2), layout="constrained")
     for ax, (kind, sets) in zip(np.atleast_1d(axes), figures.items(), strict=True):
         names = sorted(set.intersection(*(set(values) for values in sets)))
@@ -423,7 +429,7 @@ def main() -> None:
         print("nothing written: the published results need all files of SEPC_DATA")
         return
     draw(results)
-    draw_ranks(results)
+    draw_ranks(rows, {(result["set"], group) for result in results for group in result["near"]})
     for result in results:
         del result["differences"], result["curves"]
     path = write_results(

@@ -77,8 +77,7 @@ class Strangeness(nn.Module):
         return combined.to(dtype), log_survival(self.combined.double(), combined, self.tail).to(dtype)
 
     def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-        columns = zip(self.ordered.double(), nonconformity.double().T, strict=True)
-        return -torch.stack([log_survival(ordered, values, self.tail) for ordered, values in columns], dim=1)
+        return -log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T
 
     def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
         end = -math.log(self.tail)
@@ -87,8 +86,8 @@ class Strangeness(nn.Module):
 
 
 def log_survival(
-    ordered: Float[Tensor, "M"], values: Float[Tensor, "B"], tail_fraction: float = TAIL_FRACTION
-) -> Float[Tensor, "B"]:
+    ordered: Float[Tensor, "*K M"], values: Float[Tensor, "*K B"], tail_fraction: float = TAIL_FRACTION
+) -> Float[Tensor, "*K B"]:
     r"""Log of the share of calibration scores that are at least as large as each value, smooth and finite.
 
     Between two calibration scores the share is interpolated linearly. Beyond the start u of the tail, by default the
@@ -98,18 +97,18 @@ def log_survival(
     >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
     tensor([0.5100, 0.0026])
     """
-    count = len(ordered)
+    count = ordered.shape[-1]
     tail = min(max(MIN_TAIL_POINTS, round(tail_fraction * count)), count - 1)
-    start = ordered[count - 1 - tail]
-    excess = (ordered[count - tail :] - start).mean()
+    start = ordered[..., count - 1 - tail, None]
+    excess = (ordered[..., count - tail :] - start).mean(dim=-1, keepdim=True)
     # Equal calibration scores would make the slope infinite.
-    scale = ordered.abs().mean().clamp_min(torch.finfo(ordered.dtype).tiny)
+    scale = ordered.abs().mean(dim=-1, keepdim=True).clamp_min(torch.finfo(ordered.dtype).tiny)
     excess = excess.clamp_min(_RESOLUTION * (scale + start.abs()))
     values = torch.where(values.isfinite(), values - _RESOLUTION * (scale + values.abs()), values)
     values = torch.where(values.isnan(), torch.inf, values)
     above = torch.searchsorted(ordered, values.contiguous())
-    upper = ordered[above.clamp_max(count - 1)]
-    lower = ordered[(above - 1).clamp_min(0)]
+    upper = ordered.gather(-1, above.clamp_max(count - 1))
+    lower = ordered.gather(-1, (above - 1).clamp_min(0))
     fraction = torch.where(upper > lower, (values - lower) / (upper - lower), torch.ones_like(values)).clamp(0.0, 1.0)
     rank = torch.where(above > 0, above - 1 + fraction, torch.zeros_like(values))
     inside = torch.log((count + 1 - rank) / (count + 1))
