@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -306,3 +307,26 @@ def test_rejects_invalid_sizes_and_logits(rng: Rng) -> None:
         UserWarning, match=r"few points \(5 in the median\), so embeddings are projected on 2 dimensions"
     ):
         TrustHead.fit(x[rows], y[rows])
+
+
+@pytest.mark.parametrize("columns", [["a", "b", "c", "d"], [0, 1, 2, 3]])
+def test_a_head_over_a_table(rng: Rng, tmp_path: Path, columns: list[Any]) -> None:
+    """The columns are found by name, in any order and among others; a missing one is named."""
+    import pandas as pd
+
+    y = np.arange(120) % 2
+    frame = pd.DataFrame(rng.normal(size=(120, 4)) + 2.0 * y[:, None], columns=columns)
+    head = TrustHead.fit(frame, y, normalize="standardize")
+    assert head.feature_names == tuple(map(str, columns))
+    expected = head.predict(frame.to_numpy())
+    mixed = frame[columns[::-1]].assign(more=1.0)
+    head.save(tmp_path / "head")
+    other = TrustHead.fit(frame.to_numpy(), y, normalize="standardize")
+    assert other.feature_names is None
+    other.load_state_dict(head.state_dict())
+    for model in (head, TrustHead.load(tmp_path / "head"), other):
+        assert np.array_equal(model.predict(mixed), expected)
+        assert str(model.explain(mixed, 3)) == str(model.explain(frame.to_numpy(), 3))
+        model.calibrate(mixed + 0.1 * rng.normal(size=mixed.shape), y)
+        with pytest.raises(ValueError, match=rf"lacks the columns \['{columns[1]}'\]"):
+            model.predict(frame.drop(columns=columns[1]))

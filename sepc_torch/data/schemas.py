@@ -168,6 +168,11 @@ def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -
         case "trust_head":
             _require(isinstance(metadata.get("sepc"), dict), "its metadata lack the classifier")
             sizes = _check_model(metadata["sepc"])
+            _require(isinstance(metadata.get("unit_length"), bool), "its metadata do not say how embeddings are scaled")
+            names = metadata.get("feature_names")
+            if names is not None:
+                _check_names(names)
+                sizes["F"] = len(names)
             full = "evidence.polar.shift" in arrays
             _check_arrays(arrays, _HEAD | _HEAD_EVIDENCE if full else _HEAD, sizes)
             _check_ledger(arrays, "sepc.", sizes)
@@ -220,12 +225,16 @@ def _check_model(metadata: Mapping[str, Any]) -> Sizes:
     _require(len(set(classes)) == len(classes), "a class occurs twice")
     sizes = {"C": len(classes)}
     if names is not None:
-        _require(isinstance(names, list) and all(isinstance(name, str) for name in names), "a feature has no name")
+        _check_names(names)
         sizes["D"] = len(names)
     _require(isinstance(metadata.get("made"), dict), "its metadata do not say how it was made")
     for key, allowed in (("nearest", ("mahalanobis", "euclidean")), ("nan_policy", ("raise", "flag"))):
         _require(metadata.get(key, allowed[0]) in allowed, f"its metadata hold {key} = {metadata.get(key)!r}")
     return sizes
+
+
+def _check_names(names: Any) -> None:
+    _require(isinstance(names, list) and all(isinstance(name, str) for name in names), "a feature has no name")
 
 
 def _check_ledger(arrays: Mapping[str, Array], prefix: str, sizes: Sizes) -> None:

@@ -37,7 +37,14 @@ from sepc_torch.head.sources import embedding_source
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation
-from sepc_torch.model.queries import check_logits, class_codes, refuse_rows_without_prediction, rows_without_prediction
+from sepc_torch.model.queries import (
+    check_logits,
+    class_codes,
+    feature_columns,
+    points_as_tensor,
+    refuse_rows_without_prediction,
+    rows_without_prediction,
+)
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.partitioning.record import Rest
 from sepc_torch.shapes import Array, Bool, Int
@@ -55,6 +62,7 @@ class TrustHead(nn.Module):
         projection: Projection from embeddings to the coordinates of the partition.
         sepc: The frozen SEP-C classifier on projected embeddings.
         evidence: Class densities and reference points, or None for a head that cannot be calibrated.
+        feature_names: Names of the features that the head was fitted on, if they came in a table.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -74,8 +82,15 @@ class TrustHead(nn.Module):
     tensor([ True, False])
     """
 
-    def __init__(self, projection: Projection, sepc: SEPC, evidence: Evidence | None = None) -> None:
+    def __init__(
+        self,
+        projection: Projection,
+        sepc: SEPC,
+        evidence: Evidence | None = None,
+        feature_names: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__()
+        self.feature_names = feature_names
         self.projection = projection
         self.sepc = sepc
         self.evidence = evidence
@@ -204,7 +219,8 @@ class TrustHead(nn.Module):
         )
         sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
         sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-        return cls(project, sepc, fit_evidence(data, pieces_of(part, points, data.codes, device)))
+        evidence = fit_evidence(data, pieces_of(part, points, data.codes, device))
+        return cls(project, sepc, evidence, source.names)
 
     @property
     def classes(self) -> list[Any]:
@@ -335,7 +351,7 @@ class TrustHead(nn.Module):
             warnings.warn("hold_out is deprecated; use rank_fraction.", DeprecationWarning, stacklevel=4)
             rank_fraction = hold_out
         rank_fraction, seed = check_share(rank_fraction, "rank_fraction"), count(seed, "seed")
-        points = numeric_points(embeddings, "embeddings")[0]
+        points = numeric_points(feature_columns(embeddings, self.feature_names), "embeddings")[0]
         z = torch.tensor(points, dtype=torch.float32, device=self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
@@ -375,14 +391,21 @@ class TrustHead(nn.Module):
     @torch.no_grad()
     def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
         """Explain predictions in terms of the projected features; see :meth:`SEPC.explain`."""
-        points = self.sepc.as_tensor(z)
+        points = self.as_tensor(z)
         projected = self.projection(points if points.dim() == 2 else points.unsqueeze(0))
         return self.sepc.explain(projected if points.dim() == 2 else projected[0], i)
 
     @torch.no_grad()
     def predict(self, z: Any) -> Array:
         """Return the head's own predictions as a NumPy array of the user's labels."""
-        return self.sepc.predict(self.projection(self.sepc.as_tensor(z)))
+        return self.sepc.predict(self.projection(self.as_tensor(z)))
+
+    def as_tensor(self, z: Any) -> Tensor:
+        """Convert embeddings to a tensor on the head's device: an array, list of rows, tensor, or a table.
+
+        From a table the columns are taken that the head was fitted on, in any order.
+        """
+        return points_as_tensor(z, self.feature_names, self.sepc.codes.device, self.projection.shift.dtype)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the head to a safetensors file, without pickle; the only training points in it are reference points."""
@@ -411,7 +434,9 @@ class TrustHead(nn.Module):
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
         evidence = Evidence.from_tensors(part("evidence.")) if "evidence.polar.shift" in tensors else None
-        head = cls(projection, SEPC.from_tensors(part("sepc."), metadata["sepc"]), evidence)
+        names = metadata.get("feature_names")  # files of formats 1 to 3 do not have it
+        sepc = SEPC.from_tensors(part("sepc."), metadata["sepc"])
+        head = cls(projection, sepc, evidence, None if names is None else tuple(names))
         if head.calibration is not None:
             if projection.matrix.dtype == torch.float64:
                 head.calibration.double()
@@ -421,11 +446,14 @@ class TrustHead(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the options that are not buffers."""
-        return {"unit_length": self.projection.unit_length}
+        names = None if self.feature_names is None else list(self.feature_names)
+        return {"unit_length": self.projection.unit_length, "feature_names": names}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the options."""
         self.projection.unit_length = bool(state["unit_length"])
+        names = state.get("feature_names")
+        self.feature_names = None if names is None else tuple(names)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

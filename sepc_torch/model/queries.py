@@ -19,18 +19,24 @@ def points_as_tensor(z: Any, feature_names: tuple[str, ...] | None, device: torc
     >>> points_as_tensor([[1, 2]], None, torch.device("cpu"), torch.float32)
     tensor([[1., 2.]], dtype=torch.float64)
     """
-    if hasattr(z, "columns") and feature_names is not None:
-        missing = [name for name in feature_names if name not in list(z.columns)]
-        if missing:
-            raise ValueError(
-                f"The table lacks the columns {missing}, which the model was fitted on. Add or rename them."
-            )
-        z = z[list(feature_names)]
-        refuse_duplicates(z.columns, "The table")
+    z = feature_columns(z, feature_names)
     if not isinstance(z, Tensor):
         z = torch.from_numpy(np.array(z, dtype=np.float64))  # copy: arrays of DataFrames can be read-only
     z = z.to(device)
     return z if z.is_floating_point() else z.to(dtype)
+
+
+def feature_columns(z: Any, feature_names: tuple[str, ...] | None) -> Any:
+    """The columns of a table that a model was fitted on, in that order; anything else is returned as it is."""
+    if not hasattr(z, "columns") or feature_names is None:
+        return z
+    by_name = {str(column): column for column in z.columns}
+    missing = [name for name in feature_names if name not in by_name]
+    if missing:
+        raise ValueError(f"The table lacks the columns {missing}, which the model was fitted on. Add or rename them.")
+    chosen = z[[by_name[name] for name in feature_names]]
+    refuse_duplicates([str(column) for column in chosen.columns], "The table")
+    return chosen
 
 
 def select_row(points: Tensor, i: int | None) -> tuple[Float[Tensor, "B D"], int | None]:
