@@ -348,6 +348,8 @@ class TestAnnotationFiles:
             ("a.csv", "id,answer\n3,bird\n", ["cat", "dog"], "expected one of cat, dog"),
             ("a.csv", "id,answer\n3,1\n3,2\n", None, "answers id 3 twice"),
             ("a.jsonl", "{", None, "not valid JSON"),
+            pytest.param("a.json", "[" * 100_000, None, "not valid JSON", id="nested"),
+            pytest.param("a.jsonl", "[" * 100_000, None, "not valid JSON", id="nested line"),
             ("a.json", '[{"id": 1}]', None, "lacks data.id"),
             ("a.jsonl", '{"id": 1, "answer": 1.5}', None, "answers 1.5 for id 1; expected a whole number"),
             ("a.jsonl", '{"id": 1, "answer": true}', None, "answers True"),

@@ -106,7 +106,7 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
             if not isinstance(tasks, list):
                 raise ValueError(_export_error(source, f"it holds a {type(tasks).__name__} instead of a list of tasks"))
             pairs = [_annotated(task, source) for task in tasks]
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # a few thousand nested brackets exhaust the stack
         raise ValueError(f"{source} is not valid JSON ({error}).") from error
     except csv.Error as error:
         raise ValueError(f"{source} is not valid CSV ({error}).") from error
