@@ -47,6 +47,7 @@ def test_clusters_far_apart(rng: Rng, ratio: float, classes: int) -> None:
     near = Neighbours(points, codes)
     assert near.far_apart == (ratio > 1e2)
     found = near(z).amin(dim=1).double()
+    assert torch.equal(near.float()(z).amin(dim=1).double(), found), "a conversion to its own dtype changes nothing"
     # The origin is subtracted in float32 from points that are float32 themselves.
     exact = (z.double()[:, None] - near.points.double()).norm(dim=2).amin(dim=1)
     assert torch.allclose(found, exact, rtol=1e-3, atol=1e-6 * ratio)

@@ -91,9 +91,9 @@ class Neighbours(nn.Module):
         return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes).to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
-        before = self.offsets.dtype
+        before = self.offsets.dtype, self.half_squares.dtype
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.offsets.dtype != before:
+        if (self.offsets.dtype, self.half_squares.dtype) != before:
             self._derive()  # recomputed in the new dtype, so that a saved and loaded module gives equal results
         return moved
 
