@@ -62,7 +62,7 @@ def test_rounding_errors_do_not_lift_a_value_above_equal_scores(rng: Rng, share:
     scores = rng.normal(size=500)
     scores[: round(500 * share)] = value = rng.choice(scores)
     ordered = torch.from_numpy(np.sort(scores))
-    noisy = value + 1e-7 * torch.linspace(-1.0, 1.0, 21, dtype=torch.float64)
+    noisy = value * (1.0 + 1e-7 * torch.linspace(-1.0, 1.0, 21, dtype=torch.float64))
     found = log_survival(ordered, noisy)
     at_least = float((ordered >= value).double().mean())
     assert (found.exp() >= 0.95 * at_least).all() or at_least < 0.12  # in the tail the share is a model
@@ -161,7 +161,7 @@ class TestStrangeness:
         share = log_survival(nonconformity[:, 0].sort().values, nonconformity[:, 0])
         assert torch.allclose(combined, -share)
         ordinary = share.exp() > 0.15
-        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=1.0 / 500)
+        assert torch.allclose(log_typical[ordinary].exp(), share[ordinary].exp(), atol=3.0 / 500)
 
     def test_typicality_decreases_in_every_score(self, rng: Rng) -> None:
         model, nonconformity = self.fitted(rng)
