@@ -207,7 +207,7 @@ def test_neighbours_by_brute_force(k: int, data: Data, monkeypatch: pytest.Monke
     distances = (test.unsqueeze(1) - unit).norm(dim=2).sort(dim=1).values
     expected = -distances[:, min(k, len(unit)) - 1]
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
-    monkeypatch.setattr(baselines.shared, "_ENTRIES", 1000)  # forces small batches
+    monkeypatch.setattr(baselines.shared, "ENTRIES", 1000)  # forces small batches
     close(NearestNeighbours.fit(data.z, data.y, k=k).score(data.test), expected)
 
 

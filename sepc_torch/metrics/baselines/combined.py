@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import count
-from sepc_torch.metrics.baselines.shared import unit
+from sepc_torch.metrics.baselines.shared import ENTRIES, unit
 from sepc_torch.metrics.baselines.softmax import energy
 from sepc_torch.shapes import Float
-
-# Largest number of products held in memory: 64 MiB in float64.
-_ENTRIES = 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +38,7 @@ class NNGuide:
 
     def score(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
         """The energy of the logits times the guidance of the neighbours."""
-        pieces = unit(z.detach().double()).split(max(1, _ENTRIES // len(self.bank)))
+        pieces = unit(z.detach().double()).split(max(1, ENTRIES // len(self.bank)))
         guidance = [(piece @ self.bank.T).topk(self.k, dim=1).values.mean(dim=1) for piece in pieces]
         return energy(logits) * torch.cat(guidance)
 

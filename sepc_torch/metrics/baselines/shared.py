@@ -10,8 +10,8 @@ from torch import Tensor
 from sepc_torch.model.queries import check_labels
 from sepc_torch.shapes import Float, Int
 
-# Largest number of entries of a distance matrix held in memory: 64 MiB in float64.
-_ENTRIES = 2**23
+# Largest number of distances or products held in memory: 64 MiB in float64.
+ENTRIES = 2**23
 # Directions with less than this fraction of the largest variance are dropped. Their standard deviation, 1e-6 of the
 # largest, is about ten rounding errors of float32 features.
 _ABSENT = 1e-12
@@ -74,7 +74,7 @@ def neighbour_distance(z: Float[Tensor, "B D"], points: Float[Tensor, "N D"], k:
     origin = points.mean(dim=0)
     near = points - origin
     found = []
-    for rows in (z - origin).split(max(1, _ENTRIES // len(points))):
+    for rows in (z - origin).split(max(1, ENTRIES // len(points))):
         nearest = squared_distances(rows, near).topk(k, dim=1, largest=False).indices
         found.append((rows - near[nearest[:, -1]]).norm(dim=1))
     return torch.cat(found) if found else z.new_empty(0)
