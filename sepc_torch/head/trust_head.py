@@ -29,6 +29,8 @@ from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
+from sepc_torch.head.head_files import read_head, write_head
+from sepc_torch.head.judge import judge_rows
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.prediction import HeadPrediction
@@ -396,6 +398,29 @@ class TrustHead(nn.Module):
         return self.sepc.explain(projected if points.dim() == 2 else projected[0], i)
 
     @torch.no_grad()
+    def judge(self, z: Any, logits: Any = None) -> HeadPrediction:
+        """Assess embeddings in any form, a chunk of rows at a time.
+
+        Args:
+            z: (B, D) embeddings: an array, list of rows, tensor on any device, or a table with the columns that the
+                head was fitted on.
+            logits: (B, C) logits of the network in any of these forms, or None.
+
+        Returns:
+            The fields of :meth:`forward`, on the CPU.
+
+        >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+        >>> head.judge([[3.0, 0.0], [0.0, 3.0]]).label
+        tensor([0, 1])
+        """
+        cpu, dtype = torch.device("cpu"), self.projection.shift.dtype
+        points = points_as_tensor(z, self.feature_names, cpu, dtype)
+        if points.dim() != 2:
+            raise ValueError(f"Expected embeddings of shape (B, {self.in_features}), got {tuple(points.shape)}.")
+        given = None if logits is None else points_as_tensor(logits, None, cpu, dtype)
+        return judge_rows(self, points, given, self.sepc.codes.device)
+
+    @torch.no_grad()
     def predict(self, z: Any) -> Array:
         """Return the head's own predictions as a NumPy array of the user's labels."""
         return self.sepc.predict(self.projection(self.as_tensor(z)))
@@ -409,40 +434,23 @@ class TrustHead(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the head to a safetensors file, without pickle; the only training points in it are reference points."""
-        state = self.state_dict()
-        arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
-        files.write(path, "trust_head", arrays, {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()})
+        options = {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()}
+        write_head(path, self.state_dict(), options)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrustHead:
         """Load a head that :meth:`save` wrote, onto a device."""
         where = usable_device(device)
-        arrays, metadata = files.read(path, "trust_head")
+        parts = read_head(path)
         with files.interpreting(path):
-            return cls._from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata).to(
-                where
-            )
-
-    @classmethod
-    def _from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> TrustHead:
-        """Build the head from the tensors and metadata of a file."""
-        projection = Projection(
-            tensors["projection.shift"], tensors["projection.matrix"], unit_length=metadata["unit_length"]
-        )
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-        evidence = Evidence.from_tensors(part("evidence.")) if "evidence.polar.shift" in tensors else None
-        names = metadata.get("feature_names")  # files of formats 1 to 3 do not have it
-        sepc = SEPC.from_tensors(part("sepc."), metadata["sepc"])
-        head = cls(projection, sepc, evidence, None if names is None else tuple(names))
-        if head.calibration is not None:
-            if projection.matrix.dtype == torch.float64:
-                head.calibration.double()
-            resize_buffers(head.calibration, part("calibration."), "")
-            head.calibration.load_state_dict(part("calibration."))
-        return head
+            head = cls(parts.projection, parts.sepc, parts.evidence)
+            head.set_extra_state(parts.options)
+            if head.calibration is not None:
+                if head.projection.matrix.dtype == torch.float64:
+                    head.calibration.double()
+                resize_buffers(head.calibration, parts.calibration, "")
+                head.calibration.load_state_dict(parts.calibration)
+            return head.to(where)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the options that are not buffers."""
