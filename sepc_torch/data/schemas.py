@@ -178,6 +178,7 @@ def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -
             _check_ledger(arrays, "sepc.", sizes)
             if full:
                 _check_head(arrays, sizes)
+            _check_ids(metadata.get("reference_ids"), sizes.get("N", 0))
         case "label_pool":
             _check_arrays(arrays, _POOL, {})
 
@@ -235,6 +236,13 @@ def _check_model(metadata: Mapping[str, Any]) -> Sizes:
 
 def _check_names(names: Any) -> None:
     _require(isinstance(names, list) and all(isinstance(name, str) for name in names), "a feature has no name")
+
+
+def _check_ids(ids: Any, count: int) -> None:
+    if ids is not None:
+        _require(isinstance(ids, list) and len(ids) == count, f"its metadata do not list {count} identifiers")
+        plain = all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in ids)
+        _require(plain, "an identifier is neither an integer nor a string")
 
 
 def _check_ledger(arrays: Mapping[str, Array], prefix: str, sizes: Sizes) -> None:

@@ -19,8 +19,6 @@ def judge_rows(
     device: torch.device,
 ) -> HeadPrediction:
     """Apply a head's forward to rows a chunk at a time on a device; the results are on the CPU."""
-    if logits is not None and len(logits) != len(z):
-        raise ValueError(f"Got {len(z)} rows of embeddings and {len(logits)} rows of logits; pass one for each.")
     step = rows_per_chunk(max(z.shape[1], 1 if logits is None else logits.shape[1]))
     chunks: list[HeadPrediction] = []
     for start in range(0, max(len(z), 1), step):

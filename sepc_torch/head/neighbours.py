@@ -39,6 +39,8 @@ class Neighbours(nn.Module):
     >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
     >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
     tensor([[1., 3.]])
+    >>> near.nearest(torch.tensor([[6.0, 0.0]]))[1]
+    tensor([[1, 2]])
     """
 
     origin: Tensor
@@ -84,11 +86,16 @@ class Neighbours(nn.Module):
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return the Euclidean distance to the nearest reference point of each class."""
+        return self.nearest(z)[0]
+
+    def nearest(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
+        """Return the distance to the nearest reference point of each class, and the index of that point."""
         dtype = torch.promote_types(z.dtype, self.offsets.dtype)
         within = torch.float64 if self.far_apart else dtype
         offset = z.detach().to(within) - self.origin.to(within)
         points, half_squares = self.offsets.to(within), self.half_squares.to(within)
-        return _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes).to(dtype)
+        distance, index = _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
+        return distance.to(dtype), index
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
         before = self.offsets.dtype, self.half_squares.dtype
@@ -155,7 +162,7 @@ def _group(ends: list[int]) -> _Groups:
 
 def _class_nearest(
     z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
@@ -163,6 +170,7 @@ def _class_nearest(
     many classes, only those of the nearest classes.
     """
     out = z.new_empty(len(z), len(ends))
+    index = z.new_empty(len(z), len(ends), dtype=torch.int64)
     exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
     rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
@@ -170,14 +178,15 @@ def _class_nearest(
             piece = z[start : start + rows]
             closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
             if not shapes:
-                out[start : start + rows] = _apart(piece, points, _best_of_each(closeness, ends))
+                index[start : start + rows] = best = _best_of_each(closeness, ends)
+                out[start : start + rows] = _apart(piece, points, best)
                 continue
-            best = _best_together(closeness, slots, columns, shapes)
+            index[start : start + rows] = best = _best_together(closeness, slots, columns, shapes)
             squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
             near = squares.topk(exact, dim=1, largest=False).indices
             distance = squares.clamp_min_(0).sqrt_()
             out[start : start + rows] = distance.scatter_(1, near, _apart(piece, points, best.gather(1, near)))
-    return out
+    return out, index
 
 
 def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
@@ -212,13 +221,13 @@ def _best_together(
 
 def _class_nearest_shape(
     z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
-) -> Tensor:
-    return z.new_empty(z.shape[0], len(ends))
+) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape[0], len(ends)), z.new_empty(z.shape[0], len(ends), dtype=torch.int64)
 
 
 _nearest = torch_ops.operator(
     "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
-    "int[] shapes) -> Tensor",
+    "int[] shapes) -> (Tensor, Tensor)",
     _class_nearest,
     _class_nearest_shape,
 )

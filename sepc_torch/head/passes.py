@@ -52,7 +52,8 @@ class ProjectedSet(NamedTuple):
 
     ``points`` are the coordinates of the partition. ``coordinates`` are those of the densities, which ``polar``
     computes; ``variance`` is the sum of the variances of all polar features. ``codes`` are indices into ``classes``
-    (C,). ``white`` scales all directions to unit variance.
+    (C,). ``white`` scales all directions to unit variance. ``reference_rows`` holds the row number of every reference
+    point, in the order of the second pass.
     """
 
     points: Float[Array, "N R"]
@@ -62,6 +63,7 @@ class ProjectedSet(NamedTuple):
     polar: Projection
     white: Projection
     reference_points: Neighbours
+    reference_rows: Int[Array, "n"]
     variance: float
 
 
@@ -148,6 +150,7 @@ def second_pass(
     chosen = _choose_reference_points(sizes, reference_points, np.random.default_rng(seed))
     places, starts = chosen.cumsum() - 1, sizes.cumsum() - sizes
     reference = torch.empty(int(chosen.sum()), features)
+    reference_rows = np.empty(len(reference), dtype=np.int64)
     seen = np.zeros_like(sizes)
     names = first.classes.tolist()
     check = FiniteCheck("X", source.names)
@@ -167,13 +170,14 @@ def second_pass(
         rank = starts[chunk] + seen[chunk] + _ranks(chunk)
         kept = np.flatnonzero(chosen[rank])
         reference[torch.from_numpy(places[rank[kept]])] = embeddings[torch.from_numpy(kept)]
+        reference_rows[places[rank[kept]]] = start + kept
         seen, start = now, stop
     if start < total:
         _refuse_other_rows(first, seen, 0)
     owners = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)[chosen])
     kept_points = Neighbours(reference, owners)
     variance = float(np.trace(first.moments.polar().covariance))
-    return ProjectedSet(points, coordinates, codes, first.classes, polar, white, kept_points, variance)
+    return ProjectedSet(points, coordinates, codes, first.classes, polar, white, kept_points, reference_rows, variance)
 
 
 def _read(

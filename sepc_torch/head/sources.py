@@ -39,6 +39,8 @@ class EmbeddingSource(ABC):
 
     names: tuple[str, ...] | None = None
     """Names of the features, or None."""
+    ids: Array | None = None
+    """Identifiers (N,) of the rows, integers or strings; None for their positions."""
 
     @abstractmethod
     def chunks(self) -> Iterator[tuple[Float[Array, "n D"], Any]]:
@@ -56,10 +58,15 @@ class ArraySource(EmbeddingSource):
     [['a', 'b', 'a']]
     """
 
-    def __init__(self, embeddings: Any, labels: Any) -> None:
+    def __init__(self, embeddings: Any, labels: Any, ids: Any = None) -> None:
+        if isinstance(ids, str):
+            if ids not in getattr(embeddings, "columns", ()):
+                raise ValueError(f"ids={ids!r} names no column of the embeddings; pass the identifiers themselves.")
+            ids, embeddings = embeddings[ids], embeddings.drop(columns=[ids])
         self._embeddings, self.names = real_matrix(embeddings)
         self._labels = label_array(labels)
         check_one_label_per_row(self._embeddings.shape[0], len(self._labels))
+        self.ids = None if ids is None else _row_ids(ids, len(self._labels))
 
     def row_count(self) -> int:
         """Number of rows of the array."""
@@ -136,6 +143,7 @@ class ArrowSource(EmbeddingSource):
     Args:
         table: The table or dataset.
         labels: Name of the label column.
+        ids: Name of the column of identifiers, or None.
 
     >>> import pyarrow
     >>> table = pyarrow.table({"a": [1.0, 2.0], "b": [3, 4], "kind": ["x", "y"]})
@@ -143,7 +151,7 @@ class ArrowSource(EmbeddingSource):
     [([[1.0, 3.0], [2.0, 4.0]], ['x', 'y'])]
     """
 
-    def __init__(self, table: Any, labels: Any) -> None:
+    def __init__(self, table: Any, labels: Any, ids: Any = None) -> None:
         _import_pyarrow()
         import pyarrow.dataset
 
@@ -161,7 +169,12 @@ class ArrowSource(EmbeddingSource):
             )
         self._labels = labels
         self._data = pyarrow.dataset.dataset(table) if isinstance(table, pyarrow.Table) else table
-        others = [field for field in table.schema if field.name != labels]
+        if ids is not None:
+            if not isinstance(ids, str) or ids not in columns or ids == labels:
+                raise ValueError("ids must name a column of the table other than the labels.")
+            column = self._data.to_table(columns=[ids]).column(ids)
+            self.ids = _row_ids(column.to_pylist(), self.row_count())
+        others = [field for field in table.schema if field.name not in (labels, ids)]
         lists = [field.name for field in others if _is_list(field.type)]
         if lists and len(others) > 1:
             also = ", ".join(printable(field.name) for field in others if field.name != lists[0])
@@ -267,7 +280,23 @@ def _fits_float32(kind: Any) -> bool:
     return types.is_float32(kind) or types.is_float16(kind)
 
 
-def embedding_source(embeddings: Any, labels: Any, encoder: Callable[[Any], Tensor] | None) -> EmbeddingSource:
+def _row_ids(ids: Any, rows: int) -> Array:
+    """Identifiers of rows as an array of integers or strings.
+
+    >>> _row_ids(["a7", "b3"], 2).tolist()
+    ['a7', 'b3']
+    """
+    found = label_array(ids)
+    if len(found) != rows:
+        raise ValueError(f"Got {len(found)} ids for {rows} rows; pass one for each row.")
+    if found.dtype.kind not in "iuU":
+        raise TypeError("ids must be integers or strings; convert them with str() first.")
+    return found
+
+
+def embedding_source(
+    embeddings: Any, labels: Any, encoder: Callable[[Any], Tensor] | None, ids: Any = None
+) -> EmbeddingSource:
     """Return the source of the embeddings and labels that a user passes to a fit.
 
     Args:
@@ -275,15 +304,18 @@ def embedding_source(embeddings: Any, labels: Any, encoder: Callable[[Any], Tens
             file or of a folder of Parquet files; with an encoder, an iterable of batches (inputs, labels).
         labels: The labels; with Arrow and Parquet the name of the label column; None with an encoder.
         encoder: A function or module from inputs to embeddings, or None.
+        ids: Identifiers of the rows, the name of their column in a table, or None.
     """
     if encoder is not None:
+        if ids is not None:
+            raise ValueError("A loader may give its rows in any order, so ids cannot be matched; pass embeddings.")
         if labels is not None:
             raise ValueError("With an encoder the batches contain the labels; do not give labels as well.")
         return BatchSource(embeddings, encoder)
     if isinstance(embeddings, (str, os.PathLike)):
-        return ArrowSource(_parquet_dataset(Path(embeddings)), labels)
+        return ArrowSource(_parquet_dataset(Path(embeddings)), labels, ids)
     if type(embeddings).__module__.startswith("pyarrow"):
-        return ArrowSource(embeddings, labels)
+        return ArrowSource(embeddings, labels, ids)
     if not isinstance(embeddings, (Tensor, np.ndarray, list, tuple)) and not hasattr(embeddings, "columns"):
         raise TypeError(
             f"embeddings must be an array or a tensor, got {type(embeddings).__name__}; batches need an encoder. "
@@ -291,4 +323,4 @@ def embedding_source(embeddings: Any, labels: Any, encoder: Callable[[Any], Tens
         )
     if labels is None:
         raise ValueError("labels are missing; only batches with an encoder contain labels. Pass labels=.")
-    return ArraySource(embeddings, labels)
+    return ArraySource(embeddings, labels, ids)

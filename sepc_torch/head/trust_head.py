@@ -14,31 +14,31 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import check_choice, count, float64_device, numeric_points, usable_device
+from sepc_torch.data.arrays import count, float64_device, numeric_points, usable_device
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.conformal import check_share
-from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
-from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
+from sepc_torch.head.empty import empty_parts
+from sepc_torch.head.evidence import Evidence
+from sepc_torch.head.explanation import DecisionExplanation, ExplainedHead, explain_decisions
+from sepc_torch.head.fit_options import FitOptions
 from sepc_torch.head.head_files import read_head, write_head
 from sepc_torch.head.judge import judge_rows
 from sepc_torch.head.label_calibration import Acceptance
-from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.projection import Method, Normalize, Projection, choose_projection
+from sepc_torch.head.projection import Method, Normalize, Projection
 from sepc_torch.head.sources import embedding_source
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
-from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.queries import (
     check_logits,
     class_codes,
@@ -46,6 +46,7 @@ from sepc_torch.model.queries import (
     points_as_tensor,
     refuse_rows_without_prediction,
     rows_without_prediction,
+    select_row,
 )
 from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.partitioning.record import Rest
@@ -65,6 +66,7 @@ class TrustHead(nn.Module):
         sepc: The frozen SEP-C classifier on projected embeddings.
         evidence: Class densities and reference points, or None for a head that cannot be calibrated.
         feature_names: Names of the features that the head was fitted on, if they came in a table.
+        reference_ids: Identifiers of the reference points in the training set, for explanations.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -90,8 +92,10 @@ class TrustHead(nn.Module):
         sepc: SEPC,
         evidence: Evidence | None = None,
         feature_names: tuple[str, ...] | None = None,
+        reference_ids: tuple[int | str, ...] | None = None,
     ) -> None:
         super().__init__()
+        self.reference_ids = reference_ids
         self.feature_names = feature_names
         self.projection = projection
         self.sepc = sepc
@@ -120,6 +124,7 @@ class TrustHead(nn.Module):
         n_jobs: int | None = None,
         progress: Choice = "auto",
         classes: Any = None,
+        ids: Any = None,
         device: torch.device | str | None = None,
         witnesses: int | None = None,
     ) -> TrustHead:
@@ -169,60 +174,58 @@ class TrustHead(nn.Module):
             n_jobs: Number of processes, as in joblib.
             progress: ``"auto"`` shows a progress bar on a terminal for long fits.
             classes: The labels in the order of the network's logits; by default sorted.
+            ids: Identifiers (N,) of the rows, integers or strings, or the name of their column in a table. Explanations
+                name training examples by them. By default the positions of the rows; for a loader, the positions in
+                its second pass.
             device: Device that computes distances of training points to ellipsoids (see
                 :func:`~sepc_torch.partition`) and covariances of embeddings, in float64. The fitted head is on the CPU;
                 :meth:`~torch.nn.Module.to` moves it.
             witnesses: Deprecated name of ``reference_points``.
         """
-        from sepc_torch.partitioning.fit import partition  # imported here: a frozen head runs without the solvers
+        from sepc_torch.head.fit import fit_parts  # imported here: a frozen head runs without the solvers
 
-        if normalize not in ("l2", "standardize", None):
-            raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
-        check_choice("projection", projection, get_args(Method))
         if witnesses is not None:
             if reference_points is not None:
                 raise ValueError("Pass reference_points only; witnesses is its deprecated name.")
             warnings.warn("witnesses is deprecated; use reference_points.", DeprecationWarning, stacklevel=2)
             reference_points = witnesses
-        if reference_points is not None:
-            count(reference_points, "reference_points")
-        if dim is not None:
-            dim = count(dim, "dim", least=1)
-        if max_per_class is not None and max_per_class != "auto":
-            count(max_per_class, "max_per_class", least=1)
-        check_choice("rest", rest, get_args(Rest))
-        if device is not None:
-            device = float64_device(device)
-        source = embedding_source(embeddings, labels, encoder)
-        first = first_pass(source, classes, normalize, projection, device, least_dim=dim or 1)
-        project = choose_projection(first.moments, first.classes, first.sizes, dim, normalize, projection)
-        if max_per_class == "auto":
-            max_per_class = default_max_per_class(first.sizes)
-        if max_impure is None:
-            max_impure = default_max_impure(first.sizes, max_per_class)
-        if reference_points is None:
-            reference_points = default_reference_points(first.moments.features)
-        data = second_pass(source, first, project, reference_points)
-        points = data.points
-        part = partition(
-            points,
-            data.classes[data.codes],
+        options = FitOptions(
+            dim=dim,
+            normalize=normalize,
+            projection=projection,
             max_impure=max_impure,
             max_per_class=max_per_class,
             rest=rest,
             max_isolated=max_isolated,
-            solver=solver,
-            standardize=False,
+            nearest=nearest,
+            nan_policy=nan_policy,
+            reference_points=reference_points,
             floor=floor,
+            solver=solver,
             n_jobs=n_jobs,
             progress=progress,
-            classes=data.classes,
-            device=device,
+            device=None if device is None else float64_device(device),
         )
-        sepc = SEPC.from_partition(part, nearest, nan_policy=nan_policy)
-        sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-        evidence = fit_evidence(data, pieces_of(part, points, data.codes, device))
-        return cls(project, sepc, evidence, source.names)
+        return cls(*fit_parts(embedding_source(embeddings, labels, encoder, ids), classes, options))
+
+    @classmethod
+    def empty(cls, in_features: int = 1, classes: Sequence[Any] = (0, 1)) -> TrustHead:
+        """Return a head without knowledge, to load the state dict of another head into.
+
+        ``load_state_dict`` replaces all buffers, whatever their shapes. Until then predictions have no meaning.
+
+        Args:
+            in_features: Number of features of the embeddings.
+            classes: The labels.
+
+        >>> fitted = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], ["a", "a", "b", "b"], dim=1)
+        >>> head = TrustHead.empty()
+        >>> head.load_state_dict(fitted.state_dict())
+        <All keys matched successfully>
+        >>> head.predict([[3.0, 0.0]]).tolist()
+        ['a']
+        """
+        return cls(*empty_parts(count(in_features, "in_features", least=1), list(classes)))
 
     @property
     def classes(self) -> list[Any]:
@@ -391,11 +394,43 @@ class TrustHead(nn.Module):
         return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
 
     @torch.no_grad()
-    def explain(self, z: Any, i: int | None = None) -> Explanation | list[Explanation]:
-        """Explain predictions in terms of the projected features; see :meth:`SEPC.explain`."""
-        points = self.as_tensor(z)
-        projected = self.projection(points if points.dim() == 2 else points.unsqueeze(0))
-        return self.sepc.explain(projected if points.dim() == 2 else projected[0], i)
+    def explain(
+        self, z: Any, i: int | None = None, *, logits: Any = None
+    ) -> DecisionExplanation | list[DecisionExplanation]:
+        """Explain the decisions that :meth:`forward` takes: accepted or refused, why, and similar training examples.
+
+        Args:
+            z: One embedding (D,) or a batch (B, D), in any form that :meth:`judge` takes.
+            i: Row of the batch to explain; by default all rows, as a list.
+            logits: The network's logits (C,) or (B, C). Without logits the head's own labels are explained.
+
+        Returns:
+            For each row a record: ``str()`` gives a sentence and the numbers, ``to_dict()`` all values.
+
+        >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+        >>> found = head.explain([3.0, 0.1], logits=[2.0, 0.0])
+        >>> print(found.sentence)
+        Not decided: the head is not calibrated. The network's label is 0; the paper's trust in it is 1.000.
+        >>> [example.id for example in found.examples]
+        [1, 0]
+        """
+        points, row = select_row(self.as_tensor(z), i)
+        given = None
+        if logits is not None:
+            given = select_row(points_as_tensor(logits, None, points.device, points.dtype), i)[0]
+        out = self(points, logits=given)
+        rows = explain_decisions(self._explained_head(given is None), points, given, out)
+        return rows if row is None else rows[0]
+
+    def _explained_head(self, own: bool) -> ExplainedHead:
+        """The parts of the head that explanations of its own or of the network's labels read."""
+        threshold = None
+        if self.calibration is not None:
+            labels = self.calibration.own if own else self.calibration.network
+            threshold = float(labels.threshold) if labels.done else None
+        return ExplainedHead(
+            self.projection, self.sepc, self.evidence, self.reference_ids, self.feature_names, threshold, own
+        )
 
     @torch.no_grad()
     def judge(self, z: Any, logits: Any = None) -> HeadPrediction:
@@ -418,6 +453,10 @@ class TrustHead(nn.Module):
         if points.dim() != 2:
             raise ValueError(f"Expected embeddings of shape (B, {self.in_features}), got {tuple(points.shape)}.")
         given = None if logits is None else points_as_tensor(logits, None, cpu, dtype)
+        if given is not None and len(given) != len(points):
+            raise ValueError(
+                f"Got {len(points)} rows of embeddings and {len(given)} rows of logits; pass one for each."
+            )
         return judge_rows(self, points, given, self.sepc.codes.device)
 
     @torch.no_grad()
@@ -455,13 +494,16 @@ class TrustHead(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the options that are not buffers."""
         names = None if self.feature_names is None else list(self.feature_names)
-        return {"unit_length": self.projection.unit_length, "feature_names": names}
+        ids = None if self.reference_ids is None else list(self.reference_ids)
+        return {"unit_length": self.projection.unit_length, "feature_names": names, "reference_ids": ids}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the options."""
         self.projection.unit_length = bool(state["unit_length"])
-        names = state.get("feature_names")
+        # Files of formats 1 to 3 have no names, and no file of version 0.1 has identifiers.
+        names, ids = state.get("feature_names"), state.get("reference_ids")
         self.feature_names = None if names is None else tuple(names)
+        self.reference_ids = None if ids is None else tuple(ids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
