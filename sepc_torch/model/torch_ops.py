@@ -20,6 +20,9 @@ from sepc_torch.shapes import Bool, Float, Int
 # Bytes of the largest temporary. On a CPU a piece should fit into the cache; on a GPU it should occupy all cores.
 CPU_BYTES = 2 * 2**20
 GPU_BYTES = 256 * 2**20
+# Rows from which a CPU computes distances with points as columns, and the largest number of columns of a piece.
+_COLUMN_ROWS = 16
+_COLUMN_PIECE = 1024
 # Limit of Newton steps on the secular equation. The loop stops at convergence; distant thin ellipsoids need most steps.
 _SECULAR_STEPS = 40
 
@@ -77,6 +80,8 @@ def _distances(
     cancellation.
     """
     count, dim = z.shape
+    if z.device.type == "cpu" and count >= _COLUMN_ROWS:
+        return _column_distances(z, centers, whiteners)
     out = z.new_empty(count, len(centers))
     rows = rows_per_piece(z, len(centers) * dim)
     transposed = whiteners.mT
@@ -86,6 +91,28 @@ def _distances(
             whitened = torch.bmm(offsets, transposed)
             torch.linalg.vector_norm(whitened, dim=2, out=out[start : start + rows].T)
     return out
+
+
+def _column_distances(
+    z: Float[Tensor, "B D"], centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]
+) -> Float[Tensor, "B K"]:
+    """Mahalanobis distances with the points as columns, in pieces of rows and of ellipsoids.
+
+    Sums over the dimensions then run over whole columns, which CPUs add side by side: a third of the time.
+    """
+    count, dim = z.shape
+    out = z.new_empty(len(centers), count)
+    values = CPU_BYTES // 4 // z.element_size()  # of a temporary; there are two, and the whiteners
+    rows = max(1, min(count, _COLUMN_PIECE, values // dim))
+    some = max(1, values // (rows * dim))
+    with full_precision(z):
+        for start in range(0, count, rows):
+            columns = z[start : start + rows].T.contiguous()
+            for first in range(0, len(centers), some):
+                block = slice(first, first + some)
+                whitened = torch.bmm(whiteners[block], columns - centers[block, :, None])
+                out[block, start : start + rows] = whitened.square_().sum(dim=1)
+    return out.sqrt_().T.contiguous()
 
 
 def _distances_shape(z: Tensor, centers: Tensor, whiteners: Tensor) -> Tensor:
