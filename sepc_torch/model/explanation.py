@@ -45,6 +45,8 @@ class Explanation:
                 f"  ellipsoid {e['index']} of class {e['label']!r} at distance {e['distance']:.3f} "
                 f"holds training points: {held}"
             )
+        decided = ", ".join(f"{n} of class {label!r}" for label, n in d["counts"].items() if n) or "none"
+        lines.append(f"  training points in the region that decides: {decided}")
         lines.append(f"  trust: {d['arithmetic']}")
         if d["runner_up"] is not None:
             lines.append(
@@ -127,6 +129,8 @@ def _explain(
 
 def _arithmetic(counts: Int[Tensor, "C"], totals: Int[Tensor, "C"], label: int) -> str:
     """The Bayes formula with its numbers, without the zero terms of classes that have no point in the region."""
+    if int(counts.sum()) == int(counts[label]):
+        return "no other class has training points in the region, so trust = 1.000"
     own = f"({int(counts[label])}+1)({int(totals[label])}+1)"
     pairs = enumerate(zip(counts.tolist(), totals.tolist(), strict=True))
     terms = [f"{count}·{total}" for c, (count, total) in pairs if c != label and count]
