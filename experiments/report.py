@@ -20,6 +20,7 @@ from harness import FIGURES, RESULTS, SOURCES
 from markdown_tables import load, table
 from panel_tables import chosen_without, defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
+from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
 from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
 
@@ -145,6 +146,10 @@ PAGES: dict[str, dict[str, Section]] = {
         "solvers": Section(solvers, ("bench_solvers",)),
         "layers": Section(layers, ("bench_layers", "bench_layers_gpu")),
         "refits": Section(refits, ("refit_moons", "refit_embeddings")),
+    },
+    "docs/promises.md": {
+        "group_promises": Section(group_promises, ("group_promises",)),
+        "drift": Section(drift, ("drift",)),
     },
     "docs/active_learning.md": {"active": Section(active, ("active_learning",))},
     "docs/paper.md": {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sepc_torch.ellipsoid import Ellipsoid as Ellipsoid
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
+    from sepc_torch.head.drift import DriftMonitor as DriftMonitor
     from sepc_torch.head.prediction import HeadPrediction as HeadPrediction
     from sepc_torch.head.trust_head import TrustHead as TrustHead
     from sepc_torch.layers import EllipsoidLoss as EllipsoidLoss
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 _HOME = {
     "SEPC": "model.sepc",
     "Comparison": "metrics.comparison",
+    "DriftMonitor": "head.drift",
     "Ellipsoid": "ellipsoid",
     "EllipsoidBank": "model.bank",
     "EllipsoidLoss": "layers",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,6 +105,17 @@ def test_one_row_and_plain_values(case: Case) -> None:
         assert parsed["reason"] == item.reason
         assert str(item).splitlines()[0] == item.sentence
         assert "component" not in str(item), "a projected coordinate has no meaning for a reader"
+
+
+def test_thresholds_by_group_are_explained(case: Case) -> None:
+    head = copy.deepcopy(case.head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some groups can be too thin to promise a risk
+        table = head.accept_at(risk=0.2, delta=0.2, by="predicted")
+    expected = {label: row.threshold for row in table.groups for label in row.group}
+    found = head.explain(case.z[:3], logits=case.logits[:3])
+    assert isinstance(found, list)
+    assert [item.threshold for item in found] == [expected[item.label] for item in found]
 
 
 def test_own_labels_without_logits(case: Case) -> None:

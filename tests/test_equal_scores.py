@@ -13,6 +13,8 @@ from sepc_torch import TrustHead
 from sepc_torch.head.label_calibration import RESOLUTION, LabelCalibration, separated
 
 Rng = np.random.Generator
+# Whether random points can promise a risk is not the question of these tests.
+pytestmark = pytest.mark.filterwarnings("ignore:The head accepts nothing")
 
 
 class TestSeparated:

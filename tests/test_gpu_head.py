@@ -18,7 +18,7 @@ from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.metrics.baselines import baseline_scores
 from sepc_torch.shapes import Array
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The head accepts nothing")]
 Rng = np.random.Generator
 DIM = 16
 

@@ -19,6 +19,8 @@ from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 
 Rng = np.random.Generator
+# Whether random points can promise a risk is not the question of these tests.
+pytestmark = pytest.mark.filterwarnings("ignore:The head accepts nothing")
 
 
 def fit(rng: Rng, **options: Any) -> TrustHead:

@@ -23,7 +23,7 @@ from sepc_torch.data.old_formats import current_arrays
 from sepc_torch.shapes import Array
 
 # Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
-FORMAT = 4
+FORMAT = 5
 # Files have a checksum from this format on.
 _CHECKED_FORMAT = 4
 # The key of our JSON text in the metadata of a safetensors file.

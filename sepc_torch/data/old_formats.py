@@ -1,6 +1,7 @@
 """Conversion of arrays from older file formats and state dicts.
 
-Format 1 had other names, formats 1 and 2 other tables, formats 1 to 3 one nonconformity score for all labels.
+Format 1 had other names, formats 1 and 2 other tables, formats 1 to 3 one nonconformity score for all labels, formats 1
+to 4 no groups of calibration points.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ _SHARED = {
     "class_counts": "class_counts",
 }
 _FIXED_UNKNOWN_ODDS = 0.1
+# The calibration of formats 1 to 4 lacks these arrays; empty ones say that there are no groups.
+_GROUPS = {
+    "held_rows": np.int64,
+    "point_label": np.int64,
+    "point_class": np.int64,
+    "point_region": np.int64,
+    "class_threshold": np.float64,
+    "region_threshold": np.float64,
+    "group_threshold": np.float64,
+}
 
 
 def current_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +69,9 @@ def current_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
         shared["strangeness.weights"] = np.ones(len(shared["strangeness.ordered"]))
         shared["unknown_odds"] = np.array(_FIXED_UNKNOWN_ODDS)
         named |= {f"{prefix}{source}.{name}": value for source in ("network", "own") for name, value in shared.items()}
+    for prefix in [name.removesuffix("held_joint") for name in named if name.endswith(".held_joint")]:
+        if not any(prefix + name in named for name in _GROUPS):
+            named |= {prefix + name: np.zeros(0, dtype) for name, dtype in _GROUPS.items()}
     return named
 
 

@@ -114,6 +114,13 @@ def _labels(source: str) -> dict[str, Field]:
         "held_nonconformity": Field("f", (held,), finite=False),
         "class_nonconformity": Field("f", (f"classes of {source}", f"most of {source}"), finite=False),
         "class_counts": Field("i", (f"classes of {source}",), low=0),
+        "held_rows": Field("i", (f"ranked of {source}",), low=0, below=f"points of {source}"),
+        "point_label": Field("i", (f"points of {source}",), low=0, below="C"),
+        "point_class": Field("i", (f"points of {source}",), low=0, below="C"),
+        "point_region": Field("i", (f"points of {source}",), low=0, below="K"),
+        "class_threshold": Field("f", (f"class thresholds of {source}",), finite=False),
+        "region_threshold": Field("f", (f"region thresholds of {source}",), finite=False),
+        "group_threshold": Field("f", (f"group thresholds of {source}",), finite=False),
         "strangeness.ordered": Field("f", (kinds, fitted), finite=False),
         "strangeness.weights": Field("f", (kinds,), low=0),
         "strangeness.combined": Field("f", (fitted,), finite=False),
@@ -264,6 +271,10 @@ def _check_head(arrays: Mapping[str, Array], sizes: Sizes) -> None:
             most = int(arrays[f"calibration.{source}.class_counts"].max(initial=0))
             _require(most <= sizes[f"most of {source}"], "a class has more calibration points than are stored")
             _require(sizes[f"fitted of {source}"] > 0, "the calibration holds no fitted points")
+        _require(sizes[f"ranked of {source}"] in (0, held), "the rows of the ranked points are not complete")
+        for name, size in (("class", "C"), ("region", "K")):
+            count = sizes[f"{name} thresholds of {source}"]
+            _require(count in (0, sizes[size]), f"the calibration has {count} thresholds by {name}")
 
 
 def _check_sum(parts: Array, name: str, total: int) -> None:

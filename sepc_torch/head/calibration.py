@@ -75,6 +75,8 @@ class Calibration(nn.Module):
         rank_fraction: float,
         seed: int,
         logits: Float[Tensor, "M C"] | None = None,
+        labels: Mapping[str, Int[Tensor, "M"]] | None = None,
+        region: Int[Tensor, "M"] | None = None,
     ) -> None:
         """Fit to points with known labels.
 
@@ -87,6 +89,8 @@ class Calibration(nn.Module):
             rank_fraction: The share of the points that are only ranked.
             seed: Seed of the random choice of the ranked points.
             logits: The network's logits, or None to calibrate the head's own labels only.
+            labels: The labels of each source, for promises by class; by default the true classes.
+            region: The nearest ellipsoid of each point, for promises by region; by default the first.
         """
         ranked = round(rank_fraction * len(codes))
         if min(ranked, len(codes) - ranked) < MIN_TAIL_POINTS:
@@ -103,10 +107,14 @@ class Calibration(nn.Module):
             self.network.temperature.fill_(min(max(temperature, 1.0 / _MAX_TEMPERATURE), _MAX_TEMPERATURE))
             network = EvidenceValues(*(part.cpu() for part in values["network"]))
             values = {**values, "network": self._with_logits(network, logits, label)}
-        for name, labels in (("network", self.network), ("own", self.own)):
+        region = torch.zeros_like(codes) if region is None else region
+        for name, source in (("network", self.network), ("own", self.own)):
             if name in values:
                 evidence = EvidenceValues(*(part.cpu() for part in values[name]))
-                labels.fit(evidence, right[name].cpu(), codes.cpu(), classes, fitted, held)
+                given = codes if labels is None else labels[name]
+                source.fit(
+                    evidence, right[name].cpu(), codes.cpu(), classes, fitted, held, given.cpu(), region.long().cpu()
+                )
 
     def forward(
         self,
@@ -115,6 +123,8 @@ class Calibration(nn.Module):
         logits: Float[Tensor, "B C"] | None = None,
         *,
         own: bool = True,
+        region: Int[Tensor, "B"] | None = None,
+        group: Int[Tensor, "B"] | None = None,
     ) -> Calibrated:
         """Return the calibrated values of labels, from the evidence for them.
 
@@ -125,6 +135,8 @@ class Calibration(nn.Module):
             own: Without logits, whether the labels are the head's own. Labels from another source have no
                 calibration. The same holds for the network's labels after a calibration without logits. The confidence
                 and the joint score of labels without a calibration are NaN.
+            region: The nearest ellipsoids, for thresholds by region.
+            group: The given groups, for thresholds by group.
         """
         labels = self.own if logits is None else self.network
         # Without a calibration of the network's labels, p-values are those of the point alone.
@@ -148,7 +160,7 @@ class Calibration(nn.Module):
         if not labels.done or (logits is None and not own):
             return calibrated
         joint = labels.joint(values.support, found.log_typicality)
-        accept = joint >= labels.threshold.double()
+        accept = joint >= labels.least_score(label, region, group)
         return calibrated._replace(confidence=confidence, joint=joint.to(confidence.dtype), accept=accept)
 
     def _with_logits(

@@ -18,13 +18,14 @@ _MAX_DUPLICATES = 0.5
 
 
 class CalibrationSet(NamedTuple):
-    """Evidence for the labels of calibration points, whether the labels are right, and the network's logits.
+    """Evidence for the labels of calibration points, whether the labels are right, the labels, the network's logits.
 
-    The keys of both dictionaries are the sources of labels: ``"own"`` for the head and, with logits, ``"network"``.
+    The keys of the dictionaries are the sources of labels: ``"own"`` for the head and, with logits, ``"network"``.
     """
 
     values: dict[str, EvidenceValues]
     right: dict[str, Bool[Tensor, "M"]]
+    label: dict[str, Int[Tensor, "M"]]
     logits: Float[Tensor, "M C"] | None
 
 
@@ -63,7 +64,7 @@ def calibration_set(
             stacklevel=5,  # the caller of TrustHead.calibrate, beyond two frames of its decorators
         )
     if logits is None:
-        return CalibrationSet(values, right, None)
+        return CalibrationSet(values, right, {"own": own}, None)
     # np.array also converts lists and tables. The logit -inf, which masks a class, is allowed.
     given = logits if isinstance(logits, Tensor) else torch.from_numpy(np.array(logits, dtype=np.float64))
     given = given.to(z.device)
@@ -72,4 +73,4 @@ def calibration_set(
     label = given.argmax(dim=1)
     values["network"] = evidence.values(measurements, label)
     right["network"] = label == codes
-    return CalibrationSet(values, right, given)
+    return CalibrationSet(values, right, {"own": own, "network": label}, given)

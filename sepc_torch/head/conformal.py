@@ -13,7 +13,6 @@ nonconformity score is less safe.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.head.binomial_search import binomial_tail, search_level, upper_bound
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "class_calibration",
     "class_p_value",
     "conformal_p_value",
+    "counts_above",
     "flag_threshold",
     "p_value_from_sorted",
     "risk_threshold",
@@ -243,74 +244,31 @@ def risk_threshold(score: Float[Tensor, "M"], correct: Bool[Tensor, "M"], risk: 
             "A calibration score is inf, so every threshold would accept it. Use a finite score, for instance "
             "1 - 1 / (1 + s) for s >= 0."
         )
-    value, group = np.unique(score.detach().cpu().double().numpy(), return_inverse=True)
-    wrong = (~correct).cpu().double().numpy()
-    # Cumulative counts from the highest score down; equal scores are accepted together.
-    accepted = np.bincount(group)[::-1].cumsum()
-    errors = np.bincount(group, weights=wrong)[::-1].cumsum().astype(np.int64)
-    level = search_level(len(wrong), risk, delta)
+    value, accepted, errors = counts_above(score, correct)
+    level = search_level(len(score), risk, delta)
     qualified = np.flatnonzero(binomial_tail(errors, accepted, risk) <= level)
     if len(qualified) == 0:
         return RiskThreshold(math.inf, 0.0, 0, 0, 1.0, level, found=False)
     last = qualified[-1]
     e, n = int(errors[last]), int(accepted[last])
-    return RiskThreshold(float(value[::-1][last]), n / len(wrong), e, n, upper_bound(e, n, level), level, found=True)
+    return RiskThreshold(float(value[last]), n / len(score), e, n, upper_bound(e, n, level), level, found=True)
 
 
-@functools.lru_cache(maxsize=256)
-def search_level(points: int, risk: float, delta: float) -> float:
-    r"""Highest level :math:`\alpha \le \delta` of the tests that limits the failure of :func:`risk_threshold` to delta.
+def counts_above(
+    score: Float[Tensor, "M"], correct: Bool[Tensor, "M"]
+) -> tuple[Float[Array, "T"], Int[Array, "T"], Int[Array, "T"]]:
+    """Distinct scores from the highest down, with the number of points and of wrong points at or above each.
 
-    .. math:: P\big(\exists\, n \le M : P(\mathrm{Bin}(n, r) \le E_n) \le \alpha\big) \le \delta, \quad
-        E_n = e_1 + \dots + e_n, \quad e_i \sim \mathrm{Bernoulli}(r),
-
-    and no :math:`\alpha \le \delta` larger by more than 1 % satisfies the inequality. The left side is the failure
-    probability of a useless score of risk r. No other distribution has a larger one. Proof: let B be the set of
-    thresholds whose risk exceeds r. For t in B, :math:`P(S \ge t, \mathrm{wrong}) \ge r P(S \ge t)` and
-    :math:`P(S \ge t, \mathrm{right}) \le (1 - r) P(S \ge t)`. Each calibration point can therefore be coupled with a
-    point of the useless score such that, for all t in B at once, wrong points are accepted at least as often and right
-    points at most as often. The tail falls with fewer wrong and with more right points, so the useless score qualifies
-    whenever this one does.
-
-    >>> round(search_level(1000, risk=0.05, delta=0.1), 3)
-    0.018
+    >>> value, accepted, errors = counts_above(torch.tensor([0.5, 0.9, 0.5]), torch.tensor([True, True, False]))
+    >>> accepted, errors
+    (array([1, 3]), array([0, 1]))
     """
-    highest = delta
-    corners = _fewest_points(points, risk, highest)
-    if _chance_to_qualify(corners, risk) <= delta:
-        return highest
-    # Union bound: at this level the probabilities of the corners sum to at most delta.
-    lowest = delta / len(corners)
-    while highest > 1.01 * lowest:
-        middle = math.sqrt(lowest * highest)
-        if _chance_to_qualify(_fewest_points(points, risk, middle), risk) <= delta:
-            lowest = middle
-        else:
-            highest = middle
-    return lowest
-
-
-def binomial_tail(errors: Int[Array, "n"], points: Int[Array, "n"], risk: float) -> Float[Array, "n"]:
-    r"""Probability of at most e errors, :math:`P(\mathrm{Bin}(n, r) \le e) = I_{1 - r}(n - e, e + 1)`; 1 for e = n.
-
-    >>> binomial_tail(np.array([0, 1]), np.array([2, 2]), risk=0.1).round(9)
-    array([0.81, 0.99])
-    """
-    from scipy.special import betainc  # imported here: a frozen model runs without SciPy
-
-    right = points - errors
-    return np.where(right > 0, betainc(np.maximum(right, 1), errors + 1, 1.0 - risk), 1.0)
-
-
-def upper_bound(errors: int, points: int, level: float) -> float:
-    r"""Clopper-Pearson upper bound: the risk at which at most ``errors`` errors have probability ``level``.
-
-    >>> round(upper_bound(0, 29, 0.05), 4)  # the rule of three: about 3 / 29
-    0.0981
-    """
-    from scipy.special import betaincinv
-
-    return 1.0 if errors == points else float(betaincinv(errors + 1, points - errors, 1.0 - level))
+    value, group = np.unique(score.detach().cpu().double().numpy(), return_inverse=True)
+    wrong = (~correct).cpu().double().numpy()
+    # Equal scores are accepted together.
+    accepted = np.bincount(group)[::-1].cumsum()
+    errors = np.bincount(group, weights=wrong)[::-1].cumsum().astype(np.int64)
+    return value[::-1], accepted, errors
 
 
 def check_calibration(values: Any) -> None:
@@ -359,52 +317,3 @@ def check_share(value: Any, name: str) -> float:
 
 def _nan_to_inf(strangeness: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     return torch.where(strangeness.isnan(), torch.inf, strangeness.detach())
-
-
-def _fewest_points(points: int, risk: float, level: float) -> Int[Array, "E"]:
-    """For e = 0, 1, ... errors, the least number of points whose binomial tail is at most the level.
-
-    The array ends at the last e for which the given number of points is enough.
-    """
-    from scipy.stats import binom
-
-    # The tail increases with the errors, so the e that qualify with all points end at the quantile of the level.
-    errors = np.arange(int(binom.ppf(level, points, risk)) + 1)
-    errors = errors[binomial_tail(errors, np.full(len(errors), points), risk) <= level]
-    below, enough = errors.copy(), np.full(len(errors), points)  # brackets of a binary search for every e
-    while (enough - below > 1).any():
-        middle = (below + enough) // 2
-        reached = binomial_tail(errors, middle, risk) <= level
-        below, enough = np.where(reached, below, middle), np.where(reached, middle, enough)
-    return enough
-
-
-def _chance_to_qualify(corners: Int[Array, "E"], risk: float) -> float:
-    """Probability that, for some e, the first ``corners[e]`` points hold at most e errors; each errs with ``risk``.
-
-    Goes from corner to corner with the distribution of the error count over the paths that have not qualified yet.
-    """
-    from scipy.stats import binom
-
-    step_chances: dict[int, Any] = {}
-    qualified, errors_from, points = 0.0, 0, 0
-    chance = np.ones(1)  # chance[i]: probability of errors_from + i errors
-    for e, corner in enumerate(corners.tolist()):
-        step = corner - points
-        if step not in step_chances:
-            step_chances[step] = binom.pmf(np.arange(min(step, len(corners)) + 1), step, risk)
-        chance = np.convolve(chance, step_chances[step])
-        points = corner
-        cut = e + 1 - errors_from
-        qualified += float(chance[:cut].sum())
-        # Paths with more errors than the last corner allows can never qualify.
-        chance, errors_from = chance[cut : len(corners) - errors_from], e + 1
-        # Count far tails as qualified: this is conservative and keeps the convolutions short.
-        tail = chance[::-1].cumsum()
-        far = int(np.searchsorted(tail, 1e-13))
-        if far:
-            qualified += float(tail[far - 1])
-            chance = chance[: len(chance) - far]
-        if len(chance) == 0:
-            break
-    return qualified

@@ -142,20 +142,43 @@ class ExplainedHead(NamedTuple):
     evidence: Evidence | None
     reference_ids: tuple[int | str, ...] | None
     feature_names: tuple[str, ...] | None
-    threshold: float | None
     own: bool
 
 
 def explain_decisions(
-    head: ExplainedHead, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"] | None, out: HeadPrediction
+    head: ExplainedHead,
+    z: Float[Tensor, "B D"],
+    logits: Float[Tensor, "B C"] | None,
+    out: HeadPrediction,
+    thresholds: list[float] | None,
 ) -> list[DecisionExplanation]:
-    """Explain the decisions of a head for a batch of embeddings."""
+    """Explain the decisions of a head for a batch of embeddings.
+
+    Args:
+        head: The parts of the head.
+        z: The embeddings.
+        logits: The network's logits, or None if the head's own labels are explained.
+        out: The predictions of the head.
+        thresholds: The least accepted joint score of every row; None if the head is not calibrated for such labels.
+    """
     projected = head.projection(z)
     softmax = None if logits is None else logits.double().softmax(dim=1)
     reasons = refusal_reason(out).tolist()
     rows = [{name: column[i].item() for name, column in out._asdict().items()} for i in range(len(z))]
+    valid = (out.label >= 0).nonzero().squeeze(1)
+    papers = head.sepc.explain(projected[valid]) if len(valid) else []
+    assert isinstance(papers, list)  # a batch has a list
+    paper_of = dict(zip(valid.tolist(), papers, strict=True))
     return [
-        _explain(head, row, Reason(reason), z[i], projected[i], None if softmax is None else softmax[i])
+        _explain(
+            head,
+            row,
+            Reason(reason),
+            z[i],
+            paper_of.get(i),
+            None if softmax is None else softmax[i],
+            None if thresholds is None else thresholds[i],
+        )
         for i, (row, reason) in enumerate(zip(rows, reasons, strict=True))
     ]
 
@@ -165,30 +188,29 @@ def _explain(
     row: dict[str, Any],
     reason: Reason,
     z: Float[Tensor, "D"],
-    projected: Float[Tensor, "R"],
+    paper: Explanation | None,
     softmax: Float[Tensor, "C"] | None,
+    threshold: float | None,
 ) -> DecisionExplanation:
-    """Explain the decision for one embedding."""
+    """Explain the decision for one embedding; ``paper`` explains the head's own label, if there is one."""
     classes = head.sepc.classes
     label, own, other = row["network_label"], row["label"], _alternative(row, softmax)
     name = None if label < 0 else classes[label]
     rival = None if other is None else classes[other]
     probability = None if softmax is None or label < 0 else float(softmax[label])
-    paper = head.sepc.explain(projected) if own >= 0 else None
-    assert not isinstance(paper, list)  # one point has one explanation
-    calibrated = head.threshold is not None
+    calibrated = threshold is not None
     whose = "head's" if head.own else "network's"
     return DecisionExplanation(
         accepted=row["accept"] if calibrated else None,
         reason=reason.text if calibrated or reason == Reason.NO_PREDICTION else "not calibrated",
-        sentence=_sentence(reason, row, name, None if own < 0 else classes[own], rival, whose, head.threshold),
+        sentence=_sentence(reason, row, name, None if own < 0 else classes[own], rival, whose, threshold),
         source="head" if head.own else "network",
         label=name,
         head_label=None if own < 0 else classes[own],
         softmax=probability,
         confidence=row["confidence"],
         joint=row["joint"],
-        threshold=head.threshold,
+        threshold=threshold,
         p_value=row["p_value"],
         class_p_value=row["class_p_value"],
         trust=row["network_trust"],

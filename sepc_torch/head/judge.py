@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.shapes import Float
+from sepc_torch.shapes import Float, Int
 
 
 def judge_rows(
-    forward: Callable[[Tensor, Tensor | None], HeadPrediction],
+    forward: Callable[..., HeadPrediction],
     z: Float[Tensor, "B D"],
     logits: Float[Tensor, "B C"] | None,
     device: torch.device,
+    groups: Int[Tensor, "B"] | None = None,
 ) -> HeadPrediction:
     """Apply a head's forward to rows a chunk at a time on a device; the results are on the CPU."""
     step = rows_per_chunk(max(z.shape[1], 1 if logits is None else logits.shape[1]))
     chunks: list[HeadPrediction] = []
     for start in range(0, max(len(z), 1), step):
         rows = slice(start, start + step)
-        out = forward(z[rows].to(device), None if logits is None else logits[rows].to(device))
+        parts = (None if part is None else part[rows].to(device) for part in (logits, None, groups))
+        out = forward(z[rows].to(device), *parts)
         chunks.append(HeadPrediction(*(column.cpu() for column in out)))
-    columns: list[Tensor] = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+    columns: list[Tensor] = [torch.cat(column) for column in zip(*chunks, strict=True)]
     return HeadPrediction(*columns)
+
+
+def group_indices(groups: Any, rows: int) -> Int[Tensor, "B"] | None:
+    """Groups of points as a tensor on the CPU, one for each row; None stays None."""
+    if groups is None:
+        return None
+    given = torch.as_tensor(groups).cpu()
+    if given.shape != (rows,) or given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(
+            f"Expected {rows} groups, one integer for each row; got {given.dtype} of shape {tuple(given.shape)}."
+        )
+    return given.long()

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.head.binomial_search import least_risk, points_needed
 from sepc_torch.head.confidence import Confidence
 from sepc_torch.head.conformal import (
     ClassCalibration,
     class_calibration,
     class_p_value,
+    counts_above,
     flag_threshold,
     p_value_from_sorted,
     risk_threshold,
@@ -21,7 +23,7 @@ from sepc_torch.head.conformal import (
 )
 from sepc_torch.head.evidence import EvidenceValues
 from sepc_torch.head.strangeness import Strangeness
-from sepc_torch.shapes import Bool, Float, Int
+from sepc_torch.shapes import Array, Bool, Float, Int
 
 # Scores closer than this count as equal: log odds of joint scores and nonconformity scores, relative to 1 + |score|.
 # Rounding errors, which depend on the batch size, are far below.
@@ -31,6 +33,8 @@ _MAX_LOG_ODDS = 1e3
 # Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
 # hundred of the calibration distribution have odds above one.
 UNKNOWN_ODDS = 0.03
+# Buffers of thresholds by label, by nearest ellipsoid and by given group.
+_TABLES = ("class_threshold", "region_threshold", "group_threshold")
 
 
 class Acceptance(NamedTuple):
@@ -70,6 +74,12 @@ class LabelCalibration(nn.Module):
     ``class_nonconformity`` their sorted nonconformity scores. ``threshold`` is the least accepted joint score. Logits
     are divided by ``temperature``.
 
+    ``held_rows`` holds the positions of the ranked points among the M calibration points; ``point_label``,
+    ``point_class`` and ``point_region`` hold the label, the true class and the nearest ellipsoid of all M points, for
+    promises by group. ``class_threshold`` (C,), ``region_threshold`` (K,) and ``group_threshold`` (G,) are further
+    lower bounds of accepted scores, by label, by nearest ellipsoid and by given group. They are empty unless in use:
+    their shapes, not their values, say which one applies, so that a decision needs no device synchronisation.
+
     Args:
         names: Names of the columns of the support.
         kinds: Number of kinds of nonconformity.
@@ -80,7 +90,14 @@ class LabelCalibration(nn.Module):
     held_nonconformity: Tensor
     class_nonconformity: Tensor
     class_counts: Tensor
+    held_rows: Tensor
+    point_label: Tensor
+    point_class: Tensor
+    point_region: Tensor
     threshold: Tensor
+    class_threshold: Tensor
+    region_threshold: Tensor
+    group_threshold: Tensor
     temperature: Tensor
     unknown_odds: Tensor
 
@@ -96,7 +113,11 @@ class LabelCalibration(nn.Module):
         self.register_buffer("class_counts", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("held_joint", torch.zeros(0, dtype=torch.float64))
         self.register_buffer("held_right", torch.zeros(0, dtype=torch.bool))
+        for name in ("held_rows", "point_label", "point_class", "point_region"):
+            self.register_buffer(name, torch.zeros(0, dtype=torch.int64))
         self.register_buffer("threshold", torch.tensor(torch.inf, dtype=torch.float64))
+        for name in _TABLES:
+            self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
 
     @property
     def done(self) -> bool:
@@ -111,6 +132,8 @@ class LabelCalibration(nn.Module):
         classes: int,
         fitted: Int[Tensor, "f"],
         held: Int[Tensor, "h"],
+        label: Int[Tensor, "M"],
+        region: Int[Tensor, "M"],
     ) -> None:
         """Fit to calibration points.
 
@@ -121,6 +144,8 @@ class LabelCalibration(nn.Module):
             classes: Number of classes.
             fitted: Indices of the points that fit the ranked scores.
             held: Indices of the points that are only ranked.
+            label: The labels.
+            region: The nearest ellipsoids.
         """
         support, nonconformity = values.support, values.nonconformity
         self.confidence.fit(support.double().numpy(), right.numpy())
@@ -131,6 +156,10 @@ class LabelCalibration(nn.Module):
         self.class_nonconformity, self.class_counts = class_calibration(combined, codes[held], classes)
         self.held_joint = self.joint(support[held], log_typicality)
         self.held_right = right[held]
+        self.held_rows, self.point_label, self.point_class, self.point_region = (
+            part.clone()
+            for part in (held, label, codes, region)  # loading a state dict resizes no shared buffer
+        )
 
     def typicality(self, nonconformity: Float[Tensor, "B S"], label: Int[Tensor, "B"]) -> Typicality:
         """Return the combined nonconformity score of points, its p-values and the log typicality."""
@@ -147,7 +176,7 @@ class LabelCalibration(nn.Module):
 
     def accept(self, risk: float | None, delta: float, flag_rate: float | None) -> Acceptance:
         """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta."""
-        steps = separated(self.held_joint.double().logit().clamp(-_MAX_LOG_ODDS, _MAX_LOG_ODDS))
+        steps = separated(self.log_odds())
         if flag_rate is not None:
             threshold = steps.threshold(flag_threshold(steps.scores, flag_rate))
             if threshold == -math.inf:
@@ -162,12 +191,63 @@ class LabelCalibration(nn.Module):
         found = risk_threshold(steps.scores, self.held_right.cpu(), risk, delta)
         return self._set_threshold(steps.threshold(found.threshold), found.found)
 
+    def log_odds(self) -> Float[Tensor, "h"]:
+        """Log odds of the joint scores of the ranked points, within finite bounds."""
+        return self.held_joint.double().logit().clamp(-_MAX_LOG_ODDS, _MAX_LOG_ODDS)
+
+    def shortfall(self, risk: float, delta: float) -> str:
+        """Say which risk the ranked points can promise, and how many of them the wanted risk needs."""
+        _, accepted, errors = counts_above(separated(self.log_odds()).scores, self.held_right)
+        least = least_risk(errors, accepted, delta)
+        needed = points_needed(errors, accepted, risk, delta)
+        can = f"they can promise a risk of {least:.2g}" if least < 1.0 else "they can promise no risk below 1"
+        # Rounded up to two digits: the number is an estimate.
+        more = None if needed is None else max(needed - len(self.held_joint), 1)
+        want = (
+            "no number of points would do, since labels err too often at every score"
+            if more is None
+            else f"about {math.ceil(float(f'{more:.2g}'))} more would be needed if they err like these"
+        )
+        return f"{len(self.held_joint)} ranked calibration points promise no risk of {risk:g}: {can}; {want}."
+
+    def least_score(
+        self, label: Int[Tensor, "B"], region: Int[Tensor, "B"] | None, group: Int[Tensor, "B"] | None
+    ) -> Float[Tensor, "B"] | Float[Tensor, ""]:
+        """Return the least accepted joint score of points, by label, nearest ellipsoid or given group if these apply.
+
+        A group without a threshold, such as -1, accepts nothing.
+        """
+        if (group is None) == (len(self.group_threshold) > 0):
+            raise ValueError(
+                "This head accepts by given groups (accept_at(by=array)): pass groups=, the group of each point."
+                if group is None
+                else "This head does not accept by given groups; call accept_at(by=array) first, or leave out groups=."
+            )
+        least = self.threshold.double()
+        if len(self.class_threshold):
+            least = self.class_threshold.double()[label]
+        if len(self.region_threshold):
+            assert region is not None
+            least = self.region_threshold.double()[region.clamp_min(0)]
+        if group is not None:
+            known = (group >= 0) & (group < len(self.group_threshold))
+            least = torch.where(known, self.group_threshold.double()[torch.where(known, group, 0)], torch.inf)
+        return least
+
+    def set_table(self, name: str | None, thresholds: Float[Array, "G"] | None) -> None:
+        """Fill one table of thresholds, such as ``"class_threshold"``, and empty the others."""
+        for table in _TABLES:
+            values = thresholds if table == name and thresholds is not None else ()
+            tensor = torch.tensor(values, dtype=torch.float64, device=self.held_joint.device)
+            setattr(self, table, tensor)
+
     def least_flag_rate(self, wanted: float) -> float:
         """The larger of the wanted rate and the least rate that this number of points can guarantee."""
         return max(wanted, 1.0 / (len(self.held_joint) + 1))
 
     def _set_threshold(self, threshold: float, found: bool) -> Acceptance:
         self.threshold = torch.tensor(threshold, dtype=torch.float64, device=self.held_joint.device)
+        self.set_table(None, None)
         accepted = self.held_joint >= threshold
         error = float((~self.held_right[accepted]).double().mean())  # the mean of no values is NaN
         return Acceptance(threshold, float(accepted.double().mean()), error, len(accepted), found)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,9 @@ from sepc_torch.head.empty import empty_parts
 from sepc_torch.head.evidence import Evidence
 from sepc_torch.head.explanation import DecisionExplanation, ExplainedHead, explain_decisions
 from sepc_torch.head.fit_options import FitOptions
+from sepc_torch.head.groups import By, GroupAcceptance, accept_by_group
 from sepc_torch.head.head_files import read_head, write_head
-from sepc_torch.head.judge import judge_rows
+from sepc_torch.head.judge import group_indices, judge_rows
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection
@@ -237,7 +238,9 @@ class TrustHead(nn.Module):
         """Number of features D of the embeddings."""
         return self.projection.in_features
 
-    def forward(self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> HeadPrediction:
+    def forward(
+        self, z: Tensor, logits: Tensor | None = None, labels: Tensor | None = None, groups: Tensor | None = None
+    ) -> HeadPrediction:
         """Predict a batch of embeddings (B, D), and assess the network's labels for them.
 
         With ``nan_policy="flag"`` and ``nearest="mahalanobis"`` the call does not synchronise with a CUDA device, so a
@@ -248,6 +251,8 @@ class TrustHead(nn.Module):
             logits: The network's logits (B, C), or None.
             labels: The network's labels as indices (B,) into ``classes``, or None. Pass at most one of ``logits`` and
                 ``labels``.
+            groups: The groups (B,) of the points, if :meth:`accept_at` was given groups; points of an unknown group are
+                not accepted.
         """
         if logits is not None and labels is not None:
             raise ValueError("Pass logits or labels, not both: each gives the network's prediction.")
@@ -270,11 +275,18 @@ class TrustHead(nn.Module):
                 trust=torch.where(missing, 0.0, given.trust),
                 margin=torch.where(missing, torch.nan, given.margin),
             )
-        calibrated = self._calibrated(z, given.label, own.label < 0, logits, own=logits is None and labels is None)
+        places = own.nearest, groups
+        calibrated = self._calibrated(z, given.label, own.label < 0, logits, places, logits is None and labels is None)
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
 
     def _calibrated(
-        self, z: Tensor, label: Int[Tensor, "B"], invalid: Bool[Tensor, "B"], logits: Tensor | None, *, own: bool
+        self,
+        z: Tensor,
+        label: Int[Tensor, "B"],
+        invalid: Bool[Tensor, "B"],
+        logits: Tensor | None,
+        places: tuple[Int[Tensor, "B"], Int[Tensor, "B"] | None],
+        own: bool,
     ) -> Calibrated:
         """Return the calibrated values of labels; rows without a label or with an invalid embedding are refused."""
         if self.evidence is None or self.calibration is None:
@@ -292,7 +304,7 @@ class TrustHead(nn.Module):
         invalid = invalid | values.support.isnan().any(dim=1)
         refused = invalid | (label < 0)
         values = values._replace(nonconformity=torch.where(refused[:, None], torch.nan, values.nonconformity))
-        calibrated = self.calibration(values, index, logits, own=own)
+        calibrated = self.calibration(values, index, logits, own=own, region=places[0], group=places[1])
         return calibrated._replace(
             confidence=torch.where(refused, 0.0, calibrated.confidence),
             class_p_value=torch.where(refused & ~invalid, torch.nan, calibrated.class_p_value),
@@ -361,28 +373,59 @@ class TrustHead(nn.Module):
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")
-        own = self.sepc(self.projection(z)).label
-        data = calibration_set(self.evidence, z, codes, own, logits, len(self.classes))
+        own = self.sepc(self.projection(z))
+        data = calibration_set(self.evidence, z, codes, own.label, logits, len(self.classes))
         calibration = Calibration(self.evidence.support_names, len(self.evidence.kinds))
-        calibration.fit(data.values, data.right, codes, len(self.classes), rank_fraction, seed, data.logits)
+        calibration.fit(
+            *(data.values, data.right, codes, len(self.classes), rank_fraction, seed),
+            *(data.logits, data.label, own.nearest),
+        )
         self.calibration = calibration.to(z.device)
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 
+    @overload
     def accept_at(
-        self, *, risk: float | None = None, delta: float = 0.05, flag_rate: float | None = None
-    ) -> Acceptance:
+        self, *, risk: float | None = None, delta: float = 0.05, flag_rate: float | None = None, by: None = None
+    ) -> Acceptance: ...
+
+    @overload
+    def accept_at(self, *, risk: float, delta: float = 0.05, by: By | Any, joint: bool = True) -> GroupAcceptance: ...
+
+    def accept_at(
+        self,
+        *,
+        risk: float | None = None,
+        delta: float = 0.05,
+        flag_rate: float | None = None,
+        by: By | Any = None,
+        joint: bool = True,
+    ) -> Acceptance | GroupAcceptance:
         """Set the acceptance threshold, with a guarantee for every sample size. Pass ``risk`` or ``flag_rate``.
 
         Args:
             risk: The allowed share of wrong labels among the accepted ones. It holds with probability 1 - ``delta``
-                over the calibration points. If no threshold qualifies, nothing is accepted and ``found`` is False.
+                over the calibration points. If no threshold qualifies, nothing is accepted, ``found`` is False, and a
+                warning says which risk could be promised.
             delta: The allowed probability that the guarantee of ``risk`` fails.
             flag_rate: The share of points of the calibration distribution that may be refused, on average over
                 calibration sets.
+            by: Keep the risk in every group, not only on average; see :mod:`sepc_torch.head.groups` for the proof.
+
+                - ``"predicted"``: among the accepted points of each predicted class, one threshold per class;
+                - ``"region"``: among those of each region (the nearest ellipsoid, ``out.nearest``), one threshold per
+                  region. Thin classes are merged with the nearest class, thin regions with the nearest region, of the
+                  same class first; the promise then holds for the merged group;
+                - integers from 0 that give the group of each calibration point: one threshold per group. Every call of
+                  the head then needs ``groups=``. Groups are not merged;
+                - ``"class"``: among the accepted points of each *true* class. The true class of a new point is unknown,
+                  so all points share one threshold, the lowest that keeps the risk in every class. If there is none,
+                  nothing is accepted.
+            joint: Whether ``delta`` is the probability that the promise fails in any group, or in each single group.
 
         Returns:
-            The threshold with its coverage and error on the ranked calibration points: for the network's labels if
+            With ``by``, a record of every group; see :class:`~sepc_torch.head.groups.GroupAcceptance`. Otherwise the
+            threshold with its coverage and error on the ranked calibration points: for the network's labels if
             :meth:`calibrate` had logits, otherwise for the head's own labels. Labels without a calibration are never
             accepted: labels passed as ``labels=``, and the network's labels after a calibration without logits.
         """
@@ -390,12 +433,33 @@ class TrustHead(nn.Module):
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
         if (risk is None) == (flag_rate is None):
             raise ValueError("Pass exactly one of risk and flag_rate.")
-        own = self.calibration.own.accept(risk, delta, flag_rate)
-        return self.calibration.network.accept(risk, delta, flag_rate) if self.calibration.network.done else own
+        network = self.calibration.network if self.calibration.network.done else None
+        if by is not None:
+            if risk is None:
+                raise ValueError("by keeps a risk in every group; pass risk, not flag_rate.")
+            table = accept_by_group(self.calibration.own, self.sepc, risk, delta, by, joint)
+            if network is not None:
+                table = accept_by_group(network, self.sepc, risk, delta, by, joint)
+            if not table.found:
+                refused = sum(not row.found for row in table.groups)
+                warnings.warn(
+                    f"The risk {risk:g} cannot be promised in {refused} of {len(table.groups)} groups; the head "
+                    "accepts none of their points. Print the result for a table; calibrate with more points, or raise "
+                    "risk.",
+                    stacklevel=2,
+                )
+            return table
+        found = self.calibration.own.accept(risk, delta, flag_rate)
+        if network is not None:
+            found = network.accept(risk, delta, flag_rate)
+        if risk is not None and not found.found:
+            limits = (network or self.calibration.own).shortfall(risk, delta)
+            warnings.warn(f"The head accepts nothing: {limits}", stacklevel=2)
+        return found
 
     @torch.no_grad()
     def explain(
-        self, z: Any, i: int | None = None, *, logits: Any = None
+        self, z: Any, i: int | None = None, *, logits: Any = None, groups: Any = None
     ) -> DecisionExplanation | list[DecisionExplanation]:
         """Explain the decisions that :meth:`forward` takes: accepted or refused, why, and similar training examples.
 
@@ -403,6 +467,7 @@ class TrustHead(nn.Module):
             z: One embedding (D,) or a batch (B, D), in any form that :meth:`judge` takes.
             i: Row of the batch to explain; by default all rows, as a list.
             logits: The network's logits (C,) or (B, C). Without logits the head's own labels are explained.
+            groups: (B,) groups of the points, if :meth:`accept_at` was given groups.
 
         Returns:
             For each row a record: ``str()`` gives a sentence and the numbers, ``to_dict()`` all values.
@@ -418,28 +483,29 @@ class TrustHead(nn.Module):
         given = None
         if logits is not None:
             given = select_row(points_as_tensor(logits, None, points.device, points.dtype), i)[0]
-        out = self(points, logits=given)
-        rows = explain_decisions(self._explained_head(given is None), points, given, out)
-        return rows if row is None else rows[0]
-
-    def _explained_head(self, own: bool) -> ExplainedHead:
-        """The parts of the head that explanations of its own or of the network's labels read."""
-        threshold = None
+        group = group_indices(groups, len(points) if row is None else 1 if groups is None else len(groups))
+        if group is not None:
+            group = (group if row is None else group[row : row + 1]).to(points.device)
+        out = self(points, logits=given, groups=group)
+        own, thresholds = given is None, None
         if self.calibration is not None:
             labels = self.calibration.own if own else self.calibration.network
-            threshold = float(labels.threshold) if labels.done else None
-        return ExplainedHead(
-            self.projection, self.sepc, self.evidence, self.reference_ids, self.feature_names, threshold, own
-        )
+            if labels.done:
+                least = labels.least_score(out.network_label.clamp_min(0), out.nearest, group)
+                thresholds = least.expand(len(points)).tolist()
+        parts = ExplainedHead(self.projection, self.sepc, self.evidence, self.reference_ids, self.feature_names, own)
+        rows = explain_decisions(parts, points, given, out, thresholds)
+        return rows if row is None else rows[0]
 
     @torch.no_grad()
-    def judge(self, z: Any, logits: Any = None) -> HeadPrediction:
+    def judge(self, z: Any, logits: Any = None, groups: Any = None) -> HeadPrediction:
         """Assess embeddings in any form, a chunk of rows at a time.
 
         Args:
             z: (B, D) embeddings: an array, list of rows, tensor on any device, or a table with the columns that the
                 head was fitted on.
             logits: (B, C) logits of the network in any of these forms, or None.
+            groups: (B,) groups of the points, if :meth:`accept_at` was given groups.
 
         Returns:
             The fields of :meth:`forward`, on the CPU.
@@ -457,7 +523,7 @@ class TrustHead(nn.Module):
             raise ValueError(
                 f"Got {len(points)} rows of embeddings and {len(given)} rows of logits; pass one for each."
             )
-        return judge_rows(self, points, given, self.sepc.codes.device)
+        return judge_rows(self, points, given, self.sepc.codes.device, group_indices(groups, len(points)))
 
     @torch.no_grad()
     def predict(self, z: Any) -> Array:
