@@ -200,16 +200,16 @@ def test_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not any(folder.rglob("*.pkl")):
             assert time.monotonic() < deadline, "the points were never shared"
             time.sleep(0.1)
         time.sleep(2.0)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in errors
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := [*_processes(str(tmp_path)), *folder.iterdir()]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left

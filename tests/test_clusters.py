@@ -81,9 +81,9 @@ def test_dask_gives_the_same_file_and_sends_the_points_once(
 
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster, timeout=30) as client,
+        distributed.Client(cluster, timeout=120) as client,
     ):
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=120)
         monkeypatch.setattr(TCP, "write", counted)
         with joblib.parallel_config(backend="dask"):
             part = fitted(fit.X, fit.y)

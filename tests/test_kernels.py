@@ -91,7 +91,6 @@ _NUMBERS = ("distance", "nearness", "floats", "merged", "step_distances", "tail_
         ("fp32", 2**20, 100, 4, False, True),
         ("fp32", 1000, 300, 40, False, False),
         pytest.param("fp32", 1, 1100, 16, False, False, marks=pytest.mark.slow),
-        pytest.param("fp32", 3000, 50, 2, False, True, marks=pytest.mark.slow),
         pytest.param("fp64", 2**20, 20, 2, True, True, marks=pytest.mark.slow),
     ],
 )

@@ -18,7 +18,7 @@ from sepc_torch import TrustMonitor
 
 HERE = Path(__file__).parent
 # Seconds; several times the duration on a busy machine. Without a limit a deadlock would last for ever.
-LIMIT = 240
+LIMIT = 500
 
 
 def run_script(name: str, folder: Path) -> None:

@@ -243,7 +243,7 @@ def test_equal_input_gives_equal_bytes(rng: np.random.Generator, tmp_path: Path)
         cwd=Path(__file__).resolve().parent.parent,
         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "7"},
         check=True,
-        timeout=60,
+        timeout=300,
     )
     first = (tmp_path / "first").read_bytes()
     assert first == (tmp_path / "second").read_bytes()

@@ -32,7 +32,7 @@ def test_a_worker_process_ends_when_its_parent_is_killed() -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline().strip() == b"True"
         parent.send_signal(signal.SIGKILL)
-        assert parent.communicate(timeout=120)[0] == b""
+        assert parent.communicate(timeout=300)[0] == b""
 
 
 def test_all_parallel_parts_of_a_partition_watch_their_parent(
