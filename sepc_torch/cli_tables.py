@@ -67,7 +67,7 @@ def read_table(path: Path) -> Table:
         raise
     except Exception as error:  # the readers of pandas, pyarrow and NumPy raise any error for a damaged file
         kind = suffix.removeprefix(".").removesuffix(".gz").upper()
-        raise ValueError(f"{str(path)!r} is not a usable {kind} file ({_reason(error)}).") from error
+        raise ValueError(f"{str(path)!r} is not a usable {kind} file ({reason(error)}).") from error
     if table.frame.empty:
         raise ValueError(f"{str(path)!r} has no rows.")
     return table
@@ -108,7 +108,7 @@ def named(names: Sequence[str]) -> str:
     "'a', 'b'"
     """
     more = len(names) - _NAMED
-    return ", ".join(map(_shortened, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(shortened, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
@@ -298,7 +298,7 @@ def _numbers(path: Path, series: pd.Series[Any]) -> Float[Array, "N"]:
         where = f"{str(path)!r}, row {series.index[bad[0]]}, column {series.name!r}"
         if wrong.any():
             raise ValueError(
-                f"{where}: {_shortened(series.iloc[bad[0]])} is not a number ({len(bad)} cells of the column are not "
+                f"{where}: {shortened(series.iloc[bad[0]])} is not a number ({len(bad)} cells of the column are not "
                 "numbers). Correct the cells, or leave the column out."
             )
         problem = "value is missing" if np.isnan(values[bad[0]]) else "number is infinite or too large for float64"
@@ -314,18 +314,22 @@ def _within_float(cell: Any) -> Any:
     return math.inf if isinstance(cell, int) and abs(cell) > sys.float_info.max else cell
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
     """The ``repr`` of a value, cut if it is long.
 
-    >>> len(_shortened("9" * 400)) == _SHOWN
+    >>> len(shortened("9" * 400)) == _SHOWN
     True
     """
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _reason(error: Exception | Warning) -> str:
-    """First line of the error message."""
+def reason(error: Exception | Warning) -> str:
+    r"""First line of the message of an error.
+
+    >>> reason(ValueError("no rows.\nMore."))
+    'no rows'
+    """
     # The text of a KeyError is only the key.
     text = f"the entry {error} is missing" if isinstance(error, KeyError) else str(error)
     return (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

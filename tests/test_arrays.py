@@ -243,7 +243,12 @@ print(json.dumps({{case: outcome(case) for case in {[*BAD_ARGUMENTS, *GOOD_ARGUM
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[str, str]]:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The command line: round trips through every format, one-line errors, and complete output files."""
+"""The paper's classifier on the command line: round trips, one-line errors, and complete output files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ SCORES = ["label", "trust", "rule", "distance", "margin", "runner_up"]
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """Run a command; ``fit`` fits the paper's classifier."""
+    paper = ["--paper"] if arguments[0] == "fit" else []
+    return CliRunner().invoke(app, [*map(str, arguments), *paper])
 
 
 def succeed(*arguments: object) -> str:
@@ -44,7 +46,7 @@ def succeed(*arguments: object) -> str:
 def fail(*arguments: object) -> str:
     """Run a command that must fail; return its one-line error message."""
     result = run(*arguments)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert isinstance(result.exception, SystemExit)
     lines = result.stderr.splitlines()
@@ -503,7 +505,7 @@ def test_no_control_characters_are_printed(folder: Path, tmp_path: Path) -> None
         run("score", folder / "model.safetensors", odd / "d.csv", "-o", odd / "s.csv"),
         run("explain", odd / "m.safetensors", odd / "d.csv", "--row", 3, "--json"),
     ]
-    assert [result.exit_code for result in results] == [0, 0, 0, 0, 1, 0]
+    assert [result.exit_code for result in results] == [0, 0, 0, 0, 2, 0]
     for result in results:
         assert "x1b" in result.output or "u001b" in result.output
         assert all(character.isprintable() or character == "\n" for character in result.output)
@@ -577,10 +579,10 @@ def test_an_index_of_a_parquet_file_is_not_a_feature(folder: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_errors_in_a_separate_process(tmp_path: Path) -> None:
-    """The error is one line on standard error, and the exit code is 1."""
+    """The error is one line on standard error, and the exit code is 2."""
     command = [sys.executable, "-m", "sepc_torch.cli", "fit", str(tmp_path / "absent.csv"), "-o", "model.safetensors"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"sepc: There is no file '.*absent.csv'\.\n", done.stderr)
 
 

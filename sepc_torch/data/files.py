@@ -172,6 +172,11 @@ def read(path: str | os.PathLike[str], kind: str, *, damaged: bool = False) -> t
     return arrays, metadata
 
 
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The kind of a file of this package, such as ``"sepc"`` or ``"trust_head"``; its contents are not checked."""
+    return str(_open(path)[1].get("kind"))
+
+
 @contextmanager
 def interpreting(path: str | os.PathLike[str]) -> Iterator[None]:
     """Context manager for code that interprets the contents of a file: its errors become FileFormatError."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sepc_torch.data import files
 from sepc_torch.data.arrays import count, float64_device, numeric_points, usable_device
 from sepc_torch.data.progress import Choice
+from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
@@ -68,6 +69,8 @@ class TrustHead(nn.Module):
         evidence: Class densities and reference points, or None for a head that cannot be calibrated.
         feature_names: Names of the features that the head was fitted on, if they came in a table.
         reference_ids: Identifiers of the reference points in the training set, for explanations.
+        encoding: Encoding of a table with categories and missing values as these features; tables are then encoded
+            before they are judged.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -94,10 +97,12 @@ class TrustHead(nn.Module):
         evidence: Evidence | None = None,
         feature_names: tuple[str, ...] | None = None,
         reference_ids: tuple[int | str, ...] | None = None,
+        encoding: TableEncoding | None = None,
     ) -> None:
         super().__init__()
         self.reference_ids = reference_ids
-        self.feature_names = feature_names
+        self.feature_names = feature_names if encoding is None else encoding.feature_names
+        self.encoding = encoding
         self.projection = projection
         self.sepc = sepc
         self.evidence = evidence
@@ -368,7 +373,7 @@ class TrustHead(nn.Module):
             warnings.warn("hold_out is deprecated; use rank_fraction.", DeprecationWarning, stacklevel=4)
             rank_fraction = hold_out
         rank_fraction, seed = check_share(rank_fraction, "rank_fraction"), count(seed, "seed")
-        points = numeric_points(feature_columns(embeddings, self.feature_names), "embeddings")[0]
+        points = numeric_points(feature_columns(self._encoded(embeddings), self.feature_names), "embeddings")[0]
         z = torch.tensor(points, dtype=torch.float32, device=self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
@@ -515,7 +520,7 @@ class TrustHead(nn.Module):
         tensor([0, 1])
         """
         cpu, dtype = torch.device("cpu"), self.projection.shift.dtype
-        points = points_as_tensor(z, self.feature_names, cpu, dtype)
+        points = points_as_tensor(self._encoded(z), self.feature_names, cpu, dtype)
         if points.dim() != 2:
             raise ValueError(f"Expected embeddings of shape (B, {self.in_features}), got {tuple(points.shape)}.")
         given = None if logits is None else points_as_tensor(logits, None, cpu, dtype)
@@ -535,7 +540,12 @@ class TrustHead(nn.Module):
 
         From a table the columns are taken that the head was fitted on, in any order.
         """
-        return points_as_tensor(z, self.feature_names, self.sepc.codes.device, self.projection.shift.dtype)
+        where, dtype = self.sepc.codes.device, self.projection.shift.dtype
+        return points_as_tensor(self._encoded(z), self.feature_names, where, dtype)
+
+    def _encoded(self, z: Any) -> Any:
+        """The features of a table, if the head has an encoding; anything else is returned as it is."""
+        return z if self.encoding is None or not hasattr(z, "columns") else self.encoding.encode(z).points
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the head to a safetensors file, without pickle; the only training points in it are reference points."""
@@ -561,7 +571,8 @@ class TrustHead(nn.Module):
         """Return the options that are not buffers."""
         names = None if self.feature_names is None else list(self.feature_names)
         ids = None if self.reference_ids is None else list(self.reference_ids)
-        return {"unit_length": self.projection.unit_length, "feature_names": names, "reference_ids": ids}
+        encoding = {} if self.encoding is None else {"encoding": self.encoding.to_dict()}
+        return {"unit_length": self.projection.unit_length, "feature_names": names, "reference_ids": ids, **encoding}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the options."""
@@ -570,6 +581,9 @@ class TrustHead(nn.Module):
         names, ids = state.get("feature_names"), state.get("reference_ids")
         self.feature_names = None if names is None else tuple(names)
         self.reference_ids = None if ids is None else tuple(ids)
+        self.encoding = TableEncoding.from_dict(state["encoding"]) if "encoding" in state else None
+        if self.encoding is not None and self.encoding.feature_names != self.feature_names:
+            raise ValueError("the encoding of the table does not give the features of the head")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

@@ -1,0 +1,435 @@
+"""Calibrated models on the command line: a stranger's script for each command, every format, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner, Result
+
+from sepc_torch import TrustHead
+from sepc_torch.cli import app, row_files
+
+ROOT = Path(__file__).resolve().parent.parent
+SCORES = ["label", "confidence", "joint", "p_value", "accept", "trust", "rule", "reason"]
+FEATURES = ["age", "city", "income"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeed(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(*arguments: object) -> str:
+    """Run a command that must fail; return its one-line error message."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert isinstance(result.exception, SystemExit)
+    (line,) = result.stderr.splitlines()
+    return line.removeprefix("sepc: ")
+
+
+def people(seed: int, rows: int) -> pd.DataFrame:
+    """A table with an id, numbers, categories and gaps."""
+    rng = np.random.default_rng(seed)
+    age, income = rng.normal(50, 10, rows), rng.normal(30, 5, rows)
+    city = rng.choice(["Oslo", "Paris", "Rome"], rows)
+    answer = np.where(age + 20 * (city == "Rome") + income > 87, "yes", "no")
+    income[rng.random(rows) < 0.1] = np.nan
+    names = [f"person {i}" for i in range(rows)]
+    return pd.DataFrame({"name": names, "age": age, "city": city, "income": income, "answer": answer})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("people")
+    people(0, 500).to_csv(path / "train.csv", index=False)
+    people(1, 120).to_csv(path / "new.csv", index=False)
+    printed = succeed("fit", path / "train.csv", "--label", "answer", "--id", "name", "-o", path / "model")
+    (path / "printed.txt").write_text(printed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Embeddings, labels and logits of a network, as NPZ and as CSV, and a model."""
+    path, rng = tmp_path_factory.mktemp("network"), np.random.default_rng(0)
+    for name, rows in (("train", 400), ("new", 80)):
+        y = rng.integers(0, 3, rows)
+        z = rng.normal(size=(rows, 4)) + 2.0 * np.eye(4)[y]
+        logits = 3.0 * z[:, :3] + rng.normal(size=(rows, 3))
+        labels = np.array(["cat", "dog", "eel"])[y]
+        np.savez(path / f"{name}.npz", embeddings=z, labels=labels, logits=logits)
+        columns = {f"z{j}": z[:, j] for j in range(4)} | {f"logit_{n}": logits[:, j] for n, j in NAMED}
+        pd.DataFrame(columns).assign(kind=labels).to_csv(path / f"{name}.csv", index=False)
+    succeed("fit", path / "train.npz", "-o", path / "model")
+    return path
+
+
+# The columns of the CSV file are not in the order of the classes.
+NAMED = [("eel", 2), ("cat", 0), ("dog", 1)]
+
+
+class TestFit:
+    def test_prints_what_is_used_and_promised(self, folder: Path) -> None:
+        printed = (folder / "printed.txt").read_text()
+        assert "Rows: 500, of which 375 fit and 125 calibrate" in printed
+        assert "Features: age, city (3 categories), income (with gaps)" in printed
+        assert "Promise: on average at most 5.0% of new rows are refused" in printed
+        assert "calibration rows: " in printed
+        head = TrustHead.load(folder / "model.safetensors")
+        assert head.classes == ["no", "yes"]
+        assert head.encoding is not None
+        assert sorted(head.encoding.columns) == FEATURES
+        assert head.calibration is not None
+        assert head.calibration.done
+        assert set(head.reference_ids or ()) <= set(people(0, 500)["name"])
+
+    def test_all_unusable_columns_are_listed_at_once(self, tmp_path: Path) -> None:
+        frame = people(0, 200).assign(
+            n=range(200),
+            when=pd.Timestamp("2020-01-01"),
+            empty=np.nan,
+            size=["12"] * 190 + ["wide"] * 10,
+            note=[f"text {i // 2}" if i < 50 else f"text {i}" for i in range(200)],
+        )
+        frame.to_parquet(tmp_path / "d.parquet")
+        arguments = ["fit", tmp_path / "d.parquet", "--label", "answer", "-o", tmp_path / "m"]
+        reported = fail(*arguments)
+        assert "has 5 unusable columns" in reported
+        for part in (
+            "'name' holds a different text in every row, like an id (--drop name)",
+            "'when' holds timestamp",
+            "'empty' holds no value (--drop empty)",
+            "10 cells are no finite number, such as 'wide' in row 190 (--missing wide, --categorical size, or --drop",
+            "'note' holds 175 different texts in 200 rows (--drop note",
+        ):
+            assert part in reported
+        assert [path.name for path in tmp_path.iterdir()] == ["d.parquet"]
+        drop = [item for name in ("name", "when", "empty", "note") for item in ("--drop", name)]
+        result = run(*arguments, *drop, "--missing", "wide", "--json")
+        assert "column 'n' looks like a row number" in result.stderr
+        reported_json = json.loads(result.stdout)
+        assert reported_json["suspicious"] == ["n"]
+        assert reported_json["features"] == ["age", "city", "income", "n", "size"]
+        assert reported_json["calibrated"] == 50
+
+    def test_rows_that_cannot_be_used_are_left_out(self, folder: Path, tmp_path: Path) -> None:
+        lines = (folder / "train.csv").read_text().splitlines()
+        lines[6] = "one,two"
+        lines[9] = lines[9].rpartition(",")[0] + ","
+        (tmp_path / "d.csv").write_text("\n".join(lines))
+        result = run("fit", tmp_path / "d.csv", "-l", "answer", "--drop", "name", "-o", tmp_path / "m", "--json")
+        assert "2 rows are left out: row 5: the row has 2 fields, expected 5, and more" in result.stderr
+        assert json.loads(result.stdout)["points"] == 498
+
+    def test_a_sample_of_the_rows(self, folder: Path, tmp_path: Path) -> None:
+        arguments = ["fit", folder / "train.csv", "-l", "answer", "--drop", "name", "--max-rows", 200, "--json"]
+        result = run(*arguments, "-o", tmp_path / "m")
+        assert "used a random sample of the 500 rows" in result.stderr
+        assert json.loads(result.stdout)["points"] == 200
+        succeed(*arguments, "-o", tmp_path / "same")
+        assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "same.safetensors").read_bytes()
+
+    def test_whole_numbers_are_labels(self, tmp_path: Path) -> None:
+        frame = people(0, 200).assign(answer=lambda f: (f["answer"] == "yes").astype(int))
+        frame.to_csv(tmp_path / "d.csv", index=False)
+        succeed("fit", tmp_path / "d.csv", "-l", "answer", "--drop", "name", "-o", tmp_path / "m.safetensors")
+        assert TrustHead.load(tmp_path / "m.safetensors").classes == [0, 1]
+
+
+class TestScore:
+    def test_agrees_with_the_head(self, folder: Path, tmp_path: Path) -> None:
+        output = tmp_path / "s.csv"
+        arguments = ["score", folder / "model", folder / "new.csv", "-o", output, "--id", "name", "-l", "answer"]
+        printed = succeed(*arguments, "--flag-rate", "0.2")
+        scored, frame = pd.read_csv(output), people(1, 120)
+        assert list(scored.columns) == ["name", *SCORES, "true_label"]
+        assert scored["name"].tolist() == frame["name"].tolist()
+        assert scored["true_label"].tolist() == frame["answer"].tolist()
+        head = TrustHead.load(folder / "model.safetensors")
+        head.accept_at(flag_rate=0.2)
+        out = head.judge(pd.read_csv(folder / "new.csv"))
+        assert scored["label"].tolist() == [head.classes[code] for code in out.label.tolist()]
+        assert scored["accept"].tolist() == out.accept.tolist()
+        for field in ("confidence", "joint", "p_value", "trust"):
+            np.testing.assert_allclose(scored[field], getattr(out, field).numpy(), rtol=1e-6)
+        assert ((scored["reason"] == "accepted") == scored["accept"]).all()
+        assert "Promise: on average at most 20.0% of new rows are refused" in printed
+        reported = json.loads(succeed(*arguments, "--json"))
+        assert reported["accuracy"] == pytest.approx((scored["label"] == scored["true_label"]).mean())
+        assert reported["points"] == sum(share["points"] for share in reported["reasons"].values()) == 120
+
+    def test_a_risk(self, folder: Path, tmp_path: Path) -> None:
+        arguments = ["score", folder / "model", folder / "new.csv", "-o", tmp_path / "s.csv", "-l", "answer", "--json"]
+        reported = json.loads(succeed(*arguments, "--risk", 0.5, "--delta", 0.1))
+        promise = reported["promise"]
+        assert (promise["found"], promise["risk"], promise["delta"]) == (True, 0.5, 0.1)
+        assert reported["accepted_accuracy"] > 0.5
+        reported = json.loads(run(*arguments, "--risk", 0.0001).stdout)
+        assert (reported["promise"]["found"], reported["accepted"]) == (False, 0)
+        printed = run(*arguments[:-1], "--risk", 0.0001).stdout
+        assert "No promise: " in printed
+
+    @pytest.mark.parametrize("block", [300, 2**22])
+    def test_one_bad_row_is_flagged(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+    ) -> None:
+        monkeypatch.setattr(row_files, "_BLOCK", block)
+        lines = (folder / "new.csv").read_text().splitlines()
+        lines[4] += ",more"
+        lines[8] = lines[8].replace(lines[8].split(",")[1], "=old")
+        lines[-1] = "cut"
+        (tmp_path / "d.csv").write_text("\n".join(lines))
+        result = run("score", folder / "model", tmp_path / "d.csv", "-o", tmp_path / "s.csv", "-l", "answer")
+        assert result.exit_code == 0, result.output
+        assert "3 rows have no decision; row 3: the row has 6 fields, expected 5" in result.stderr
+        succeed("score", folder / "model", folder / "new.csv", "-o", tmp_path / "whole.csv", "-l", "answer")
+        scored, whole = pd.read_csv(tmp_path / "s.csv"), pd.read_csv(tmp_path / "whole.csv")
+        bad = scored["label"].isna().to_numpy()
+        assert np.flatnonzero(bad).tolist() == [3, 7, 119]
+        assert not scored["accept"][bad].any()
+        assert scored["reason"][bad].tolist() == [
+            "the row has 6 fields, expected 5",
+            "age: '=old' is not a finite number",
+            "the row has 1 field, expected 5",
+        ]
+        assert scored["row"].tolist() == list(range(120))
+        assert scored["true_label"][7] == whole["true_label"][7]
+        for column in ("label", "rule", "reason"):
+            assert scored[column][~bad].tolist() == whole[column][~bad].tolist()
+        np.testing.assert_allclose(scored["joint"][~bad], whole["joint"][~bad], rtol=1e-4)
+
+    def test_every_format(self, folder: Path, tmp_path: Path) -> None:
+        frame = pd.read_csv(folder / "new.csv")
+        frame.to_csv(tmp_path / "d.tsv", sep="\t", index=False)
+        frame.to_csv(tmp_path / "semi.csv", sep=";", index=False)
+        frame.to_csv(tmp_path / "d.csv.gz", index=False)
+        frame.to_json(tmp_path / "d.jsonl", orient="records", lines=True, double_precision=15)
+        frame[frame.columns[::-1]].to_parquet(tmp_path / "d.parquet")
+        succeed("score", folder / "model", folder / "new.csv", "-o", tmp_path / "expected.csv")
+        expected = pd.read_csv(tmp_path / "expected.csv")
+        for name in ("d.tsv", "semi.csv", "d.csv.gz", "d.jsonl", "d.parquet"):
+            sep = ["--sep", ";"] if name == "semi.csv" else []
+            succeed("score", folder / "model", tmp_path / name, "-o", tmp_path / "s.parquet", *sep)
+            scored = pd.read_parquet(tmp_path / "s.parquet")
+            assert list(scored.columns) == ["row", *SCORES]
+            assert scored["label"].tolist() == expected["label"].tolist()
+            np.testing.assert_allclose(scored["joint"], expected["joint"], rtol=1e-5)
+
+    def test_missing_values_are_named(self, folder: Path, tmp_path: Path) -> None:
+        pd.read_csv(folder / "new.csv").assign(age=np.nan).to_csv(tmp_path / "d.csv", index=False)
+        result = run("score", folder / "model", tmp_path / "d.csv", "-o", tmp_path / "s.csv")
+        assert "training did not have were replaced by the median: age (120 rows)" in result.stderr
+
+    def test_labels_unknown_to_the_model(self, folder: Path, tmp_path: Path) -> None:
+        frame = pd.read_csv(folder / "new.csv")
+        frame.loc[:9, "answer"] = "maybe"
+        frame.to_csv(tmp_path / "d.csv", index=False)
+        arguments = ["score", folder / "model", tmp_path / "d.csv", "-o", tmp_path / "s.csv"]
+        assert "count as mistakes: 'maybe'" in run(*arguments, "-l", "answer").stderr
+        (tmp_path / "s.csv").unlink()
+        assert "the model knows none of the labels 'person" in fail(*arguments, "-l", "name")
+        assert not (tmp_path / "s.csv").exists()
+
+    def test_formulas_and_control_characters(self, folder: Path, tmp_path: Path) -> None:
+        frame = pd.read_csv(folder / "new.csv").rename(columns={"name": "@name"})
+        frame["@name"] = "=" + frame["@name"]
+        frame.assign(**{"x\x1b[2J": 1}).to_csv(tmp_path / "d.csv", index=False)
+        result = run("score", folder / "model", tmp_path / "d.csv", "-o", tmp_path / "s.csv", "--id", "@name")
+        assert result.exit_code == 0, result.output
+        assert all(character.isprintable() or character == "\n" for character in result.output)
+        scored = pd.read_csv(tmp_path / "s.csv")
+        assert scored.columns[0] == "'@name"
+        assert scored["'@name"].str.startswith("'=person").all()
+
+
+class TestNetwork:
+    def test_scores_of_the_network_s_labels(self, network: Path, tmp_path: Path) -> None:
+        succeed("score", network / "model", network / "new.npz", "-o", tmp_path / "s.csv")
+        scored = pd.read_csv(tmp_path / "s.csv")
+        assert list(scored.columns) == ["row", *SCORES, "head_label", "true_label"]
+        data = np.load(network / "new.npz")
+        head = TrustHead.load(network / "model.safetensors")
+        out = head.judge(data["embeddings"], data["logits"])
+        assert scored["label"].tolist() == [head.classes[code] for code in data["logits"].argmax(axis=1)]
+        assert scored["accept"].tolist() == out.accept.tolist()
+        np.testing.assert_allclose(scored["joint"], out.joint, rtol=1e-6)
+        assert scored["true_label"].tolist() == data["labels"].tolist()
+
+    def test_logits_in_columns_are_ordered_by_class(self, network: Path, tmp_path: Path) -> None:
+        options = ["--label", "kind", "--logits", "logit_"]
+        printed = succeed("fit", network / "train.csv", *options, "-o", tmp_path / "m")
+        assert "Logits: logit_cat for cat, logit_dog for dog, logit_eel for eel" in printed
+        succeed("score", tmp_path / "m", network / "new.csv", *options, "-o", tmp_path / "s.csv")
+        succeed("score", network / "model", network / "new.npz", "-o", tmp_path / "t.csv")
+        scored, expected = pd.read_csv(tmp_path / "s.csv"), pd.read_csv(tmp_path / "t.csv")
+        assert scored["label"].tolist() == expected["label"].tolist()
+        np.testing.assert_allclose(scored["joint"], expected["joint"], rtol=1e-3)
+
+    def test_an_array_is_matched_by_position(self, network: Path, tmp_path: Path) -> None:
+        np.save(tmp_path / "d.npy", np.load(network / "new.npz")["embeddings"])
+        result = run("score", network / "model", tmp_path / "d.npy", "-o", tmp_path / "s.csv")
+        assert "without --logits it judges its own labels" in result.stderr
+        assert len(pd.read_csv(tmp_path / "s.csv")) == 80
+        np.save(tmp_path / "d.npy", np.zeros((3, 5)))
+        reported = fail("score", network / "model", tmp_path / "d.npy", "-o", tmp_path / "t.csv")
+        assert "has 5 feature columns and the model has 4 features" in reported
+
+    def test_explanation(self, network: Path) -> None:
+        printed = succeed("explain", network / "model", network / "new.npz", "--row", 2, "--row", 0)
+        data, head = np.load(network / "new.npz"), TrustHead.load(network / "model.safetensors")
+        expected = head.explain(data["embeddings"], logits=data["logits"])
+        assert printed == f"row 2: {expected[2]}\n\nrow 0: {expected[0]}\n"  # type: ignore[index]
+
+    def test_comparison(self, network: Path) -> None:
+        reported = json.loads(succeed("compare", network / "model", network / "new.npz", "--json"))
+        assert reported["rows"] == 40
+        assert [row["score"] for row in reported["scores"]][:2] == ["SEP-C", "SEP-C joint"]
+
+
+def test_explanation_of_a_table(folder: Path) -> None:
+    printed = succeed("explain", folder / "model", folder / "new.csv", "--row", 3)
+    assert printed.startswith(("row 3: Accepted", "row 3: Refused"))
+    assert "'person " in printed
+    reported = json.loads(succeed("explain", folder / "model", folder / "new.csv", "--row", 3, "--json"))
+    values = {feature["name"]: feature["value"] for feature in reported[0]["features"]}
+    assert values["age"] == pytest.approx(people(1, 120)["age"][3], rel=1e-5)
+    assert "has no row 120; it has the rows 0 to 119" in fail(
+        "explain", folder / "model", folder / "new.csv", "--row", 120
+    )
+
+
+def test_calibration_with_other_rows(folder: Path, tmp_path: Path) -> None:
+    arguments = ["calibrate", folder / "model", folder / "new.csv", "--label", "answer"]
+    printed = succeed(*arguments, "-o", tmp_path / "m", "--flag-rate", 0.1)
+    assert "Rows: 120 calibrate" in printed
+    assert "at most 10.0% of new rows are refused" in printed
+    before, after = (
+        TrustHead.load(path).calibration for path in (folder / "model.safetensors", tmp_path / "m.safetensors")
+    )
+    assert before is not None
+    assert after is not None
+    assert len(after.own.held_joint) == 60
+    assert len(before.own.held_joint) != 60
+    (tmp_path / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    succeed("calibrate", tmp_path / "copy", *arguments[2:], "--flag-rate", 0.1)
+    assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+
+
+def test_comparison_of_a_table(folder: Path) -> None:
+    printed = succeed("compare", folder / "model", folder / "new.csv", "--label", "answer")
+    assert printed.startswith("Labels: those of a logistic regression.")
+    assert "Evaluation rows: 60 test" in printed
+
+
+BAD: dict[str, tuple[Callable[[Path], list[object]], str]] = {
+    "no label": (lambda f: ["fit", f / "train.csv", "-o", f / "x"], "Name the label column"),
+    "other label": (lambda f: ["fit", f / "train.csv", "-o", f / "x", "-l", "class"], "has no column 'class'"),
+    "one class": (lambda f: ["fit", f / "one.csv", "-o", f / "x", "-l", "y"], "hold the single class 1"),
+    "few rows": (lambda f: ["fit", f / "few.csv", "-o", f / "x", "-l", "y"], "too few: a quarter of them calibrates"),
+    "no rows": (lambda f: ["fit", f / "head.csv", "-o", f / "x", "-l", "y"], "has no rows"),
+    "drop": (lambda f: ["fit", f / "few.csv", "-o", f / "x", "-l", "y", "--drop", "b"], "has no column 'b'"),
+    "no feature": (lambda f: ["fit", f / "few.csv", "-o", f / "x", "-l", "y", "--drop", "a"], "no feature column"),
+    "logits": (lambda f: ["fit", f / "few.csv", "-o", f / "x", "-l", "y", "--logits", "l"], "starts with 'l'"),
+    "suffix": (lambda f: ["fit", f / "few.csv", "-o", f / "x.csv", "-l", "y"], "must end in .safetensors"),
+    "paper": (
+        lambda f: ["fit", f / "few.csv", "-o", f / "x", "-l", "y", "--paper", "--risk", "0.1"],
+        "--risk does not go with --paper",
+    ),
+    "no model": (lambda f: ["score", f / "absent", f / "new.csv", "-o", f / "x.csv"], "There is no file"),
+    "two promises": (
+        lambda f: ["score", f / "model", f / "new.csv", "-o", f / "x.csv", "--risk", "0.1", "--flag-rate", "0.1"],
+        "Pass --risk or --flag-rate, not both",
+    ),
+    "impossible risk": (
+        lambda f: ["score", f / "model", f / "new.csv", "-o", f / "x.csv", "--risk", "1.5"],
+        "risk",
+    ),
+    "threshold": (
+        lambda f: ["score", f / "model", f / "new.csv", "-o", f / "x.csv", "--threshold", "0.9"],
+        "--threshold is for models of --paper",
+    ),
+    "other columns": (
+        lambda f: ["score", f / "model", f / "few.csv", "-o", f / "x.csv"],
+        "has no columns 'age', 'income', 'city'; it has 'a', 'y'",
+    ),
+    "id of a score": (
+        lambda f: ["score", f / "model", f / "trust.csv", "-o", f / "x.csv", "--id", "trust"],
+        "--id 'trust' is also the name of a score",
+    ),
+    "empty": (lambda f: ["score", f / "model", f / "none.csv", "-o", f / "x.csv"], "has no rows"),
+    "calibrate": (lambda f: ["calibrate", f / "model", f / "ten.csv", "-l", "answer", "-o", f / "x"], "too few"),
+    "compare": (lambda f: ["compare", f / "model", f / "ten.csv", "-l", "answer"], "too few"),
+    "explain": (
+        lambda f: ["explain", f / "model", f / "cut.csv", "--row", "1"],
+        "row 1 has no decision: the row has 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_nothing_is_written(folder: Path, case: str) -> None:
+    people(1, 10).to_csv(folder / "ten.csv", index=False)
+    people(1, 30).rename(columns={"name": "trust"}).to_csv(folder / "trust.csv", index=False)
+    lines = (folder / "new.csv").read_text().splitlines()
+    (folder / "cut.csv").write_text("\n".join([*lines[:2], "cut", *lines[3:5]]))
+    (folder / "none.csv").write_text(lines[0])
+    (folder / "few.csv").write_text("a,y\n" + "".join(f"{i % 7},{i % 2}\n" for i in range(30)))
+    (folder / "one.csv").write_text("a,y\n" + "".join(f"{i % 7},1\n" for i in range(90)))
+    (folder / "head.csv").write_text("a,y\n")
+    before = sorted(folder.iterdir())
+    arguments, message = BAD[case]
+    assert message in fail(*arguments(folder))
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_head_without_calibration_is_not_scored(folder: Path, tmp_path: Path) -> None:
+    head = TrustHead.load(folder / "model.safetensors")
+    TrustHead(head.projection, head.sepc, head.evidence, encoding=head.encoding).save(tmp_path / "m.safetensors")
+    reported = fail("score", tmp_path / "m", folder / "new.csv", "-o", tmp_path / "s.csv")
+    assert "calibrate it with `sepc calibrate" in reported
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of the memory is read from /proc")
+def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path) -> None:
+    """A file of 200 MB is scored with less than 120 MB more than a file of a few rows: Arrow reads 32 MB ahead."""
+    with (tmp_path / "large.csv").open("w") as file:
+        file.write("age,city,income,text\n")
+        text = "x" * 20_000
+        file.writelines(f"{40 + i % 20},Rome,{i % 9},{text}{i}\n" for i in range(10_000))
+    assert (tmp_path / "large.csv").stat().st_size > 200e6
+    program = """
+        import re, sys
+        from pathlib import Path
+        from sepc_torch.cli import app
+        for data in sys.argv[2:]:
+            app(["score", sys.argv[1], data, "-o", data + ".scored.csv", "--id", "city"], standalone_mode=False)
+            # Unlike ru_maxrss, this peak does not include that of the parent process before exec.
+            print(re.search("VmHWM: *(.*) kB", Path("/proc/self/status").read_text().replace(chr(9), " ")).group(1))
+    """
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(program),
+        folder / "model",
+        folder / "new.csv",
+        tmp_path / "large.csv",
+    ]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    first, last = (1024 * int(line) for line in done.stdout.splitlines() if line.isdecimal())
+    assert last - first < 120e6

@@ -1,0 +1,150 @@
+"""Files of rows read in pieces: the rows of the file in their order, broken rows in their places."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from sepc_torch.cli import row_files
+from sepc_torch.cli.row_files import open_rows
+
+Rng = np.random.Generator
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few rows, so that files of a few rows have several."""
+    monkeypatch.setattr(row_files, "_BLOCK", 200)
+    monkeypatch.setattr(row_files, "_VALUES", 20)
+    monkeypatch.setattr(row_files, "_ROWS", 7)
+
+
+def read(path: Path, columns: list[str] | None = None, **options: Any) -> tuple[dict[str, list[Any]], dict[int, str]]:
+    """All rows of a file, and the problems of broken rows by their index in the file."""
+    file = open_rows(path, **options)
+    columns = file.names if columns is None else columns
+    pieces = list(file.pieces(columns))
+    starts = np.cumsum([0, *(piece.table.num_rows for piece in pieces)]).tolist()
+    done = [piece.done for piece in pieces]
+    assert done == sorted(done)
+    assert done[-1] <= file.total
+    problems = {
+        start + i: text for start, piece in zip(starts, pieces, strict=False) for i, text in piece.problems.items()
+    }
+    return pa.concat_tables(piece.table for piece in pieces).to_pydict(), problems
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
+def test_broken_rows_keep_their_places(rng: Rng, tmp_path: Path, suffix: str) -> None:
+    sep = "\t" if suffix == ".tsv" else ","
+    rows = [[str(i), f"text {i}", '"a\nb"' if i % 7 == 0 else "x"] for i in range(100)]
+    broken = rng.random(100) < rng.choice([0.05, 0.9, 1.0])
+    lines = [sep.join([*row, "more"] if bad else row) for row, bad in zip(rows, broken, strict=True)]
+    text = "\n".join([sep.join("abc"), *lines]) + "\n"
+    path = tmp_path / f"d{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    found, problems = read(path, ["c", "a"])
+    assert list(found) == ["c", "a"]
+    assert found["a"] == [None if bad else row[0] for row, bad in zip(rows, broken, strict=True)]
+    assert [c for c in found["c"] if c is not None and "\n" in c] == ["a\nb"] * sum(~broken[::7])
+    assert problems == dict.fromkeys(np.flatnonzero(broken).tolist(), "the row has 4 fields, expected 3")
+
+
+def test_a_byte_order_mark_blank_lines_and_a_long_header(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_bytes(b'\xef\xbb\xbf"a\nb",\'=c\n1,2\n\n3\n5,6\n')
+    found, problems = read(tmp_path / "d.csv")
+    assert found == {"a\nb": ["1", None, "5"], "=c": ["2", None, "6"]}
+    assert problems == {1: "the row has 1 field, expected 2"}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_json_lines(tmp_path: Path) -> None:
+    records = [{"z": [i, i + 0.5], "name": f"n{i}", "yes": i > 3, "none": None} for i in range(50)]
+    lines = [json.dumps(record) for record in records]
+    lines[7], lines[9] = "{", "[1]"
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    found, problems = read(tmp_path / "d.jsonl")
+    assert list(found) == ["z0", "z1", "name", "yes", "none"]
+    assert found["z1"][:3] == ["0.5", "1.5", "2.5"]
+    assert found["name"][6:10] == ["n6", None, "n8", None]
+    assert list(problems) == [7, 9]
+    assert "is not a JSON object" in problems[9]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_parquet_with_lists_and_an_index(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"z": [[i, 2.0 * i] for i in range(30)], "y": list("ab") * 15, "id": range(30)})
+    frame.set_index("id").to_parquet(tmp_path / "d.parquet")
+    found, problems = read(tmp_path / "d.parquet")
+    assert not problems
+    assert found == {"z0": list(range(30)), "z1": [2.0 * i for i in range(30)], "y": list("ab") * 15}
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays(rng: Rng, tmp_path: Path, order: Any) -> None:
+    points, logits = rng.normal(size=(50, 3)), rng.normal(size=(50, 2)).astype(np.float32)
+    labels = rng.choice(["cat", "dog"], 50)
+    np.savez(tmp_path / "d.npz", embeddings=np.asarray(points, order=order), labels=labels, logits=logits)
+    np.savez_compressed(tmp_path / "small.npz", X=points, feature_names=["a", "b", "c"])
+    np.save(tmp_path / "d.npy", np.asarray(points, order=order))
+    file = open_rows(tmp_path / "d.npz")
+    assert (file.embeddings, file.label, file.logits) == (True, "y", ("logits0", "logits1"))
+    found, _ = read(tmp_path / "d.npz")
+    assert found["y"] == labels.tolist()
+    for j, name in enumerate(["x0", "x1", "x2"]):
+        assert found[name] == read(tmp_path / "d.npy")[0][name] == points[:, j].tolist()
+    assert found["logits1"] == logits[:, 1].tolist()
+    assert list(read(tmp_path / "small.npz")[0]) == ["a", "b", "c"]
+
+
+ERRORS: dict[str, tuple[str, bytes, str]] = {
+    "empty": ("d.csv", b"", "is not a usable CSV file (the file is empty)"),
+    "empty lines": ("d.jsonl", b"\n\n", "is not a usable JSONL file (the file is empty)"),
+    "no text": ("d.csv", b"a,b\n1,\xff\xfe\n", "is not a usable CSV file"),
+    "cut": ("d.csv.gz", gzip.compress(b"a,b\n1,2\n" * 999)[:-40], "is not a usable CSV file"),
+    "twice": ("d.tsv", b"a\tb\ta\n1\t2\t3\n", "more than one column 'a'"),
+    "no parquet": ("d.parquet", b"PAR1 and no more", "is not a usable PARQUET file"),
+    "no archive": ("d.npz", b"PK\x03\x04 and no more", "is not a usable NPZ file"),
+    "no array": ("d.npy", b"text", "is not a usable NPY file (X is not an array)"),
+    "suffix": ("d.xlsx", b"", "its name must end in .csv"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_unusable_files_are_one_error(tmp_path: Path, case: str) -> None:
+    name, content, message = ERRORS[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"Cannot read|is not a usable") as error:
+        read(tmp_path / name)
+    assert message in str(error.value)
+
+
+def test_objects_and_cut_arrays_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "o.npz", X=np.array([[1, "a"]], dtype=object))
+    with pytest.raises(ValueError, match="X is an array of Python objects"):
+        open_rows(tmp_path / "o.npz")
+    np.save(tmp_path / "d.npy", np.eye(9))
+    (tmp_path / "d.npy").write_bytes((tmp_path / "d.npy").read_bytes()[:-8])
+    with pytest.raises(ValueError, match="the file ends within X"):
+        read(tmp_path / "d.npy")
+    np.savez(tmp_path / "l.npz", X=np.eye(3), y=np.arange(2))
+    with pytest.raises(ValueError, match=r"X has 3 rows and y has shape \(2,\)"):
+        open_rows(tmp_path / "l.npz")
+
+
+def test_another_separator_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a;b\n1;2\n")
+    with pytest.raises(ValueError, match="use --sep ';'"):
+        open_rows(tmp_path / "d.csv").require(["b"])
+    assert read(tmp_path / "d.csv", sep=";")[0] == {"a": ["1"], "b": ["2"]}
+    with pytest.raises(ValueError, match="--sep must be one character"):
+        open_rows(tmp_path / "d.csv", sep=";;")
