@@ -24,8 +24,8 @@ def group_promises() -> str:
     header = ["network", "`by`", "groups", "violated", "found", "accepted", "worst group"]
     header += ["one threshold: accepted", "its worst group"]
     text = (
-        f"{results['draws']} draws of {results['ranked']} ranked points, risk {results['risk']:.0%}. *Violated*: draws in "
-        f"which any group exceeds the risk; promised are at most {results['delta']:.0%}. *Found*: groups in which the "
+        f"{results['draws']} draws of {results['ranked']} ranked points, risk {results['risk']:.0%}. *Violated*: draws "
+        f"in which any group exceeds the risk; promised are at most {results['delta']:.0%}. *Found*: groups where the "
         "risk can be promised. *Worst group*: the largest risk of a group, median over draws. The last two columns use "
         "the single threshold of `accept_at(risk=...)` on the same groups"
     )
@@ -45,8 +45,7 @@ def drift() -> str:
                 network,
                 change,
                 *(_delay(r) for r in found),
-                f"{accuracy['true']:.0%}",
-                f"{accuracy['estimate']:.0%} ({accuracy['low']:.0%} to {accuracy['high']:.0%})",
+                *_accuracies(**accuracy),
             ]
         )
     false, early = results["false_alarms"], {}
@@ -56,12 +55,19 @@ def drift() -> str:
     text = (
         f"False alarms: {false['alarms']:.1%} of {false['streams']} streams of {false['length']} points without drift; "
         f"promised are at most {results['alpha']:.0%}. Before the change, real streams of {results['clean']} points "
-        f"alarmed in {', '.join(f'{share:.0%} ({method})' for method, share in early.items())} of the draws.\n\n"
+        f"alarmed in {', '.join(f'{share:.0%} ({method})' for method, share in early.items())} of the draws; "
+        "the streams of a network share one calibration set, and the promise is over calibration sets too.\n\n"
         f"Median number of points from the change to the alarm, within {results['changed']} points; in brackets the "
         "share of the streams that alarmed, where it is not all. The last columns compare the accuracy of the accepted "
         "points after the change with the monitor's estimate"
     )
     return f"{text}:\n\n{table(['network', 'change', *methods, 'accuracy', 'estimate'], rows)}"
+
+
+def _accuracies(true: float | None, estimate: float, low: float, high: float) -> tuple[str, str]:
+    if true is None:
+        return "none accepted", ""
+    return f"{true:.0%}", f"{estimate:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _delay(row: dict[str, float | None]) -> str:
