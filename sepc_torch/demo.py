@@ -1,7 +1,7 @@
 """Demonstration of every step, on data sets of scikit-learn: ``python -m sepc_torch.demo [FOLDER]`` or ``sepc demo``.
 
 The steps are: fit ellipsoids, freeze the model, score new records, explain predictions, decide which labels of a neural
-network to accept, and draw.
+network to accept, draw, and write a report.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
 from sepc_torch.shapes import Array, Int
 
-# Predictions with less trust than this, or outside every ellipsoid, go to a person.
+# Trust from which on the table of step 3 counts a label apart.
 _THRESHOLD = 0.95
+# Promised share of wrong labels among the accepted ones, and the probability that the promise fails.
+_RISK, _DELTA = 0.05, 0.1
 # Fraction of the known digits that the head may reject.
 _FLAG_RATE = 0.1
 
@@ -41,8 +43,19 @@ class Split(NamedTuple):
     held_out_labels: Array
 
 
+class Decided(NamedTuple):
+    """A calibrated head, and the images that it decided on with their numbers in the data set."""
+
+    head: TrustHead
+    embeddings: Array
+    digits: Array
+    logits: Array
+    pixels: Array
+    numbers: Array
+
+
 def main(folder: Path) -> None:
-    """Run all steps; write the models and figures into the folder."""
+    """Run all steps; write the models, the figures and the report into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     data = load_breast_cancer(as_frame=True)
@@ -53,14 +66,16 @@ def main(folder: Path) -> None:
     split = Split(fit, fit_labels, np.array(held_out), held_out_labels)
     sepc = _fit(split, folder)
     _score(sepc, split)
-    _accept(folder)
+    decided = _accept(folder)
     _draw_moons(folder)
+    _report(decided, folder)
     print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {printable(folder)}:")
     print("  wdbc.partition.safetensors  ellipsoids and hyperplanes of step 1 (Partition.load)")
     print("  wdbc.safetensors            frozen model of step 2 (SEPC.load, sepc score, sepc explain)")
     print("  digits.head.safetensors     calibrated trust head of step 5 (TrustHead.load)")
     print("  moons.png                   step 6: two moons, and the ellipses that cover them")
     print("  moons-decisions.png         step 6: the plane, coloured by label and trust")
+    print("  report.html, report.json    step 7: trust report of the digits of step 5")
 
 
 def _fit(split: Split, folder: Path) -> SEPC:
@@ -105,18 +120,23 @@ def _score(sepc: SEPC, split: Split) -> None:
         "\nOUTSIDE: inside none, the nearest ellipsoid decides."
     )
     print(
-        f"\nIf every label is accepted, {found.everything.accuracy:.1%} are right. If only records inside an ellipsoid "
-        f"with trust >= {_THRESHOLD}\nare accepted, the model labels {found.accepted.share:.1%} of the records, and "
-        f"{found.accepted.accuracy:.1%} of these labels are right. A person labels the rest."
+        f"\nIf every label is accepted, {found.everything.accuracy:.1%} are right. Trust explains a label by the "
+        "training records around it; it promises no error rate.\nWith 30 features and only "
+        f"{len(split.fit)} training records the ellipsoids are tight: {found.rules['OUTSIDE'].share:.1%} of the new "
+        "records lie outside."
     )
-    head = TrustHead.fit(split.fit, split.fit_labels, dim=5, normalize="standardize", max_impure=2)
-    projected = summary(Prediction(*head(sepc.as_tensor(split.held_out))[:7]), truth, _THRESHOLD)
+    fit, held, fit_labels, held_labels = train_test_split(
+        split.fit, split.fit_labels, test_size=0.5, random_state=0, stratify=split.fit_labels
+    )
+    head = TrustHead.fit(fit, fit_labels, dim=5, normalize="standardize", max_impure=2).calibrate(held, held_labels)
+    head.accept_at(risk=_RISK, delta=_DELTA)
+    decided = head.judge(split.held_out)
+    right, accepted = decided.label.numpy() == truth, decided.accept.numpy()
     print(
-        f"\nWith 30 features and only {len(split.fit)} training records the ellipsoids are tight: "
-        f"{found.rules['OUTSIDE'].share:.1%} of the new records lie outside.\n"
-        f"After projection to 5 dimensions (TrustHead), {projected.everything.accuracy:.1%} of all labels are right. "
-        f"{projected.accepted.share:.1%} of the records\nare accepted, and {projected.accepted.accuracy:.1%} of their "
-        "labels are right."
+        "\nTo decide, a trust head projects half of the records to 5 dimensions and calibrates with the other half. It "
+        f"promises that\n{head.promise} (accept_at).\nIt accepts {accepted.mean():.1%} of the new labels, and "
+        f"{right[accepted].mean():.1%} of these are right; of all its labels {right.mean():.1%}."
+        " A person labels the rest."
     )
     _title("4. Explain: why three of the records got their labels")
     for title, i in _examples(out, truth).items():
@@ -139,7 +159,7 @@ def _examples(out: Prediction, truth: Int[Array, "B"]) -> dict[str, int]:
     }
 
 
-def _accept(folder: Path) -> None:
+def _accept(folder: Path) -> Decided:
     _title("5. Accept or reject the labels of a neural network")
     print("Data: images of handwritten digits. The network and the trust head are trained on 0 to 7 only.\n")
     pixels, digit = load_digits(return_X_y=True)
@@ -148,7 +168,7 @@ def _accept(folder: Path) -> None:
     network = MLPClassifier([64], solver="lbfgs", random_state=0).fit(pixels[train] / 16, digit[train])
     z = np.maximum(pixels / 16 @ network.coefs_[0] + network.intercepts_[0], 0)
     logits = z @ network.coefs_[1] + network.intercepts_[1]
-    head = TrustHead.fit(z[train], digit[train])
+    head = TrustHead.fit(z[train], digit[train], ids=[f"image {i}" for i in np.flatnonzero(train)])
     head.calibrate(z[held], digit[held], logits[held])
     head.accept_at(flag_rate=_FLAG_RATE)
     rows = []
@@ -169,11 +189,27 @@ def _accept(folder: Path) -> None:
     header = ["new images", "number", "network wrong", "softmax > 95 %", "head accepts", "accepted and wrong"]
     print(text_table(header, rows))
     print(
-        f"\nThe head is set to reject about {_FLAG_RATE:.0%} of the known digits (accept_at(flag_rate={_FLAG_RATE}))."
+        f"\nThe head promises that {head.promise}\n(accept_at(flag_rate={_FLAG_RATE}))."
         "\nIt rejects most images of 8 and 9, although the network is confident about many of them."
         "\naccepted and wrong: fraction of the accepted labels that are wrong."
     )
     head.save(folder / "digits.head.safetensors")
+    shown = new | ~known
+    return Decided(head, z[shown], digit[shown], logits[shown], pixels[shown], np.flatnonzero(shown))
+
+
+def _report(decided: Decided, folder: Path) -> None:
+    _title("7. Report: one page about the decisions of step 5, to hand to a colleague")
+    page = decided.head.report(
+        decided.embeddings,
+        decided.digits,
+        decided.logits,
+        folder / "report.html",
+        images=decided.pixels.reshape(-1, 8, 8),
+        ids=[f"image {i}" for i in decided.numbers],
+    )
+    size = page.stat().st_size
+    print(f"Open {printable(page)} in a browser: one file of {size // 1000} kB, with the unknown digits 8 and 9.")
 
 
 def _draw_moons(folder: Path) -> None:

@@ -9,10 +9,22 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
+from reported_heads import Reported, reported_head
 
-from sepc_torch import SEPC, Ellipsoid, Kind, Partition, demo, partition
-from sepc_torch.plot import draw_decisions, draw_partition, outline
+from sepc_torch import SEPC, Ellipsoid, Kind, Partition, TrustHead, demo, partition
+from sepc_torch.model.plane import viewing_plane
+from sepc_torch.plot import (
+    draw_class_table,
+    draw_decisions,
+    draw_drift,
+    draw_embedding,
+    draw_partition,
+    draw_reliability,
+    draw_risk_coverage,
+    outline,
+)
 from sepc_torch.shapes import Array
 
 
@@ -157,3 +169,78 @@ def test_the_legend_can_be_left_out(drawn: tuple[Partition, Array, Array]) -> No
     ax = draw_decisions(SEPC.from_partition(part), x, y)
     assert ax.get_legend() is not None
     assert len(ax.figure.axes) == 2
+
+
+@pytest.fixture(scope="module")
+def reported() -> Reported:
+    return reported_head()
+
+
+def test_shadows_are_the_exact_projections(reported: Reported) -> None:
+    """Support functions agree: the largest coordinate of an ellipsoid along a direction of the plane."""
+    sepc = reported.head.sepc
+    plane = viewing_plane(sepc)
+    torch.testing.assert_close(plane.axes @ plane.axes.T, torch.eye(2, dtype=torch.float64))
+    shadows = plane.shadows(sepc.bank)
+    angle = torch.linspace(0.0, 6.0, 25, dtype=torch.float64)
+    directions = torch.stack([angle.cos(), angle.sin()], dim=1)
+    for k in range(len(sepc.bank)):
+        inverse = torch.linalg.inv(sepc.bank.whiteners[k].double())
+        center = (sepc.bank.centers[k].double() - plane.origin) @ plane.axes.T
+        reach = (inverse.T @ (directions @ plane.axes).T).norm(dim=0) + directions @ center
+        drawn = (directions @ shadows.matrices[k] * directions).sum(dim=1).sqrt() + directions @ shadows.centers[k]
+        torch.testing.assert_close(drawn, reach)
+
+
+def test_every_embedding_is_drawn(reported: Reported, tmp_path: Path) -> None:
+    head, z, _, logits = reported
+    ax = draw_embedding(head, z, logits)
+    drawn = sum(len(np.asarray(c.get_offsets())) for c in ax.collections if len(np.asarray(c.get_offsets())))
+    assert drawn == len(z)
+    assert len(lines(ax, 120)) == len(head.sepc.bank)
+    ax.figure.savefig(tmp_path / "map.png")  # type: ignore[union-attr]
+    legend = ax.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["ant", "bee", "cat"]
+    uncalibrated = TrustHead(head.projection, head.sepc, head.evidence)
+    assert draw_embedding(uncalibrated, z, legend=False).get_legend() is None
+
+
+def test_the_table_of_classes_is_drawn(reported: Reported) -> None:
+    head, z, y, logits = reported
+    cells = draw_class_table(head, z, y, logits).tables[0].get_celld()
+    assert cells[0, 0].get_text().get_text() == "class"
+    assert [cells[i, 0].get_text().get_text() for i in range(1, 5)] == ["ant", "bee", "cat", "unknown"]
+    assert cells[4, 1].get_text().get_text() == "40"
+    few = draw_class_table(head, z, logits=logits).tables[0].get_celld()
+    assert max(column for _, column in few) == 2
+
+
+def test_curves_of_several_scores_are_drawn() -> None:
+    rng = np.random.default_rng(0)
+    score = rng.random(200)
+    right = rng.random(200) < score
+    ax = draw_risk_coverage({"a": score, "b": -score}, right, chosen=0.5, promised=0.1)
+    assert len(ax.lines) == 3
+    assert np.asarray(ax.lines[0].get_ydata())[-1] == pytest.approx((~right).mean())
+    ax = draw_reliability({"a": score, "b": torch.from_numpy(score)}, right)
+    assert len(ax.get_legend_handles_labels()[1]) == 3
+
+
+def test_the_first_alarm_is_marked() -> None:
+    ax = draw_drift([0.0, 2.0, 4.0, 3.0, 9.0], alarm=3.5, steps=[10, 20, 30, 40, 50])
+    assert [text.get_text() for text in ax.texts] == ["alarm at 30"]
+    assert not draw_drift([0.0, 2.0], alarm=3.5).texts
+    with pytest.raises(ValueError, match="one value for each step"):
+        draw_drift([0.0, 2.0], alarm=3.5, steps=[1])
+
+
+def test_decisions_of_a_head_are_drawn() -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(120) % 2
+    x = rng.normal(size=(120, 2)) + 4.0 * y[:, None] + 100.0
+    head = TrustHead.fit(x, y, dim=2, normalize="standardize")
+    ax = draw_decisions(head, x, y)
+    assert ax.get_xlabel() == "feature 0"
+    with pytest.raises(ValueError, match="6 features"):
+        draw_decisions(reported_head().head, np.zeros((3, 6)), ["ant", "bee", "cat"])

@@ -1,4 +1,4 @@
-"""Command line interface ``sepc``: fit, calibrate, score, explain, compare, landscape and demo (extra ``cli``).
+"""Command line interface ``sepc`` (extra ``cli``): fit, calibrate, score, explain, compare, report, drift and more.
 
 Results go to standard output, notes and progress to standard error. Exit code 0 means success. Exit code 2 means wrong
 arguments, data or files, reported in one line; nothing is written then.
@@ -9,5 +9,18 @@ from sepc_torch.cli.fitting import calibrate, fit
 from sepc_torch.cli.paper import NearestBy, landscape
 from sepc_torch.cli.scoring import score
 from sepc_torch.cli.shell import app
+from sepc_torch.cli.streams import drift, report
 
-__all__ = ["NearestBy", "app", "calibrate", "compare", "demo", "explain", "fit", "landscape", "score"]
+__all__ = [
+    "NearestBy",
+    "app",
+    "calibrate",
+    "compare",
+    "demo",
+    "drift",
+    "explain",
+    "fit",
+    "landscape",
+    "report",
+    "score",
+]

@@ -105,6 +105,20 @@ class DriftReport(NamedTuple):
     accepted: float
     accuracy: AccuracyEstimate
 
+    @property
+    def sentence(self) -> str:
+        """The state in one sentence."""
+        if self.alarm:
+            return f"The stream has drifted (p = {self.p_value:.2g} after {self.seen} points)."
+        return f"No drift is shown (p = {self.p_value:.2g} after {self.seen} points)."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values as plain Python values."""
+        moves = [
+            {**move._asdict(), "classes": list(move.classes), "regions": list(move.regions)} for move in self.moves
+        ]
+        return {**self._asdict(), "moves": moves, "accuracy": self.accuracy._asdict()}
+
     def __str__(self) -> str:
         state = "drift" if self.alarm else "no drift shown"
         accuracy = "{:.1%} ({:.1%} to {:.1%})".format(*self.accuracy)

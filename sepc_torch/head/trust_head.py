@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -38,6 +39,7 @@ from sepc_torch.head.judge import group_indices, judge_rows
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection
+from sepc_torch.head.promise import Promise
 from sepc_torch.head.sources import embedding_source
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
@@ -107,6 +109,7 @@ class TrustHead(nn.Module):
         self.sepc = sepc
         self.evidence = evidence
         self.calibration = None if evidence is None else Calibration(evidence.support_names, len(evidence.kinds))
+        self.promise: Promise | None = None  # of the last accept_at
 
     @classmethod
     def fit(
@@ -442,6 +445,7 @@ class TrustHead(nn.Module):
         if by is not None:
             if risk is None:
                 raise ValueError("by keeps a risk in every group; pass risk, not flag_rate.")
+            self.promise = Promise(risk, delta, None, by if isinstance(by, str) else "group")
             table = accept_by_group(self.calibration.own, self.sepc, risk, delta, by, joint)
             if network is not None:
                 table = accept_by_group(network, self.sepc, risk, delta, by, joint)
@@ -454,6 +458,7 @@ class TrustHead(nn.Module):
                     stacklevel=2,
                 )
             return table
+        self.promise = Promise(risk, delta, flag_rate)
         found = self.calibration.own.accept(risk, delta, flag_rate)
         if network is not None:
             found = network.accept(risk, delta, flag_rate)
@@ -530,6 +535,44 @@ class TrustHead(nn.Module):
             )
         return judge_rows(self, points, given, self.sepc.codes.device, group_indices(groups, len(points)))
 
+    def report(
+        self,
+        z: Any,
+        y: Any = None,
+        logits: Any = None,
+        path: str | os.PathLike[str] = "report.html",
+        images: Any = None,
+        texts: Any = None,
+        ids: Any = None,
+        class_names: Any = None,
+        unknown: Any = None,
+        groups: Any = None,
+        drift: Any = None,
+    ) -> Path:
+        """Write a trust report of labelled or unlabelled points: one HTML file, and its numbers in a JSON file beside.
+
+        The arguments are those of :func:`sepc_torch.report.write_report` (extra ``report``).
+
+        Returns:
+            The path of the HTML file.
+        """
+        from sepc_torch.report import write_report  # imported here: a head runs without the packages of a report
+
+        return write_report(
+            self,
+            z,
+            y,
+            logits,
+            path,
+            images=images,
+            texts=texts,
+            ids=ids,
+            class_names=class_names,
+            unknown=unknown,
+            groups=groups,
+            drift=drift,
+        )
+
     @torch.no_grad()
     def predict(self, z: Any) -> Array:
         """Return the head's own predictions as a NumPy array of the user's labels."""
@@ -571,8 +614,10 @@ class TrustHead(nn.Module):
         """Return the options that are not buffers."""
         names = None if self.feature_names is None else list(self.feature_names)
         ids = None if self.reference_ids is None else list(self.reference_ids)
+        promise = None if self.promise is None else self.promise._asdict()
         encoding = {} if self.encoding is None else {"encoding": self.encoding.to_dict()}
-        return {"unit_length": self.projection.unit_length, "feature_names": names, "reference_ids": ids, **encoding}
+        named = {"feature_names": names, "reference_ids": ids, "promise": promise, **encoding}
+        return {"unit_length": self.projection.unit_length, **named}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the options."""
@@ -584,6 +629,7 @@ class TrustHead(nn.Module):
         self.encoding = TableEncoding.from_dict(state["encoding"]) if "encoding" in state else None
         if self.encoding is not None and self.encoding.feature_names != self.feature_names:
             raise ValueError("the encoding of the table does not give the features of the head")
+        self.promise = Promise.from_options(state.get("promise"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrustHead:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

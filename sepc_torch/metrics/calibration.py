@@ -48,7 +48,7 @@ def ece(
     >>> ece(torch.tensor([0.9, 0.9, 0.6, 0.6]), torch.tensor([True, True, True, False]))
     tensor(0.1000, dtype=torch.float64)
     """
-    _check_probability(probability, correct)
+    check_probability(probability, correct)
     bins = count(bins, "bins", least=1)
     p = probability.double()
     if binning == "width":
@@ -69,7 +69,7 @@ def brier(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[
     >>> brier(torch.tensor([1.0, 0.5]), torch.tensor([True, False]))
     tensor(0.1250, dtype=torch.float64)
     """
-    _check_probability(probability, correct)
+    check_probability(probability, correct)
     return (probability.double() - correct.double()).square().mean()
 
 
@@ -82,15 +82,26 @@ def reliability(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> 
     >>> found.confidence.tolist(), found.size.tolist(), found.right.tolist()
     ([0.5, 0.899...], [2, 1], [0.5, 1.0])
     """
-    _check_probability(probability, correct)
+    check_probability(probability, correct)
     values, block, size = probability.double().unique(return_inverse=True, return_counts=True)
     right = torch.bincount(block, weights=correct.double()) / size
+    return Reliability(values, size, right, *wilson_interval(right, size))
+
+
+def wilson_interval(share: Float[Tensor, "V"], size: Int[Tensor, "V"]) -> tuple[Float[Tensor, "V"], Float[Tensor, "V"]]:
+    """Lower and upper end of Wilson's 95 % interval of a share of ``size`` trials.
+
+    >>> low, high = wilson_interval(torch.tensor([0.5]), torch.tensor([4]))
+    >>> round(float(low), 3), round(float(high), 3)
+    (0.15, 0.85)
+    """
     z = _NORMAL**2 / size
-    middle, half = (right + z / 2) / (1 + z), (z * (right * (1 - right) + z / 4)).sqrt() / (1 + z)
-    return Reliability(values, size, right, (middle - half).clamp_min(0.0), (middle + half).clamp_max(1.0))
+    middle, half = (share + z / 2) / (1 + z), (z * (share * (1 - share) + z / 4)).sqrt() / (1 + z)
+    return (middle - half).clamp_min(0.0), (middle + half).clamp_max(1.0)
 
 
-def _check_probability(probability: Tensor, correct: Tensor) -> None:
+def check_probability(probability: Tensor, correct: Tensor) -> None:
+    """Raise an error unless the probabilities lie between 0 and 1 and the flags are booleans, one for each."""
     check_scores(probability, correct)
     check_flags(correct)
     if bool(((probability < 0) | (probability > 1)).any()):

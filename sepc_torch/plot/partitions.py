@@ -1,11 +1,11 @@
-"""Matplotlib plots of two-dimensional partitions and decision regions (extra ``plot``)."""
+"""Pictures of two-dimensional partitions and decision regions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
@@ -13,17 +13,15 @@ from matplotlib.patches import Patch
 
 from sepc_torch.data.arrays import training_set
 from sepc_torch.ellipsoid import Ellipsoid, Kind
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.partitioning.record import Partition
+from sepc_torch.plot.palette import COLORS, axes_or_new, class_style
 from sepc_torch.shapes import Array, Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from sepc_torch.model.sepc import SEPC
-
-# The palette of Okabe and Ito, which is readable with every common colour blindness. Markers also encode the class.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
-MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
 
 
 def outline(ellipsoid: Ellipsoid, points: int = 200) -> Float[Array, "P 2"]:
@@ -62,11 +60,10 @@ def draw_partition(
         The axes.
     """
     data = training_set(X, y, partition.classes)
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    ax = axes_or_new(ax, (8.0, 5.5))
     labels = partition.classes.tolist()
     for c, label in enumerate(labels):
-        color, marker = COLORS[c % len(COLORS)], MARKERS[c % len(MARKERS)]
+        color, marker = class_style(c)
         own = data.points[data.codes == c]
         ax.scatter(
             own[:, 0],
@@ -107,14 +104,14 @@ def draw_partition(
     return ax
 
 
-def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend: bool = True) -> Axes:
+def draw_decisions(sepc: SEPC | TrustHead, X: Any, y: Any, ax: Axes | None = None, *, legend: bool = True) -> Axes:
     """Draw labelled points over the plane coloured by predicted label; a deeper colour means more trust.
 
     White means trust no better than chance. Hatching marks the area outside every ellipsoid: a label there is an
     extrapolation, even where its trust is high.
 
     Args:
-        sepc: A frozen model of two-dimensional points.
+        sepc: A frozen model of two-dimensional points, or a trust head of embeddings of two features.
         X: The points to draw (N, 2).
         y: Labels of the points (N,).
         ax: Axes to draw on; new axes by default.
@@ -123,17 +120,18 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend
     Returns:
         The axes.
     """
-    if sepc.dim != 2:
-        raise ValueError(f"Only a model of 2 features can be drawn; this model has {sepc.dim} features.")
+    features = sepc.in_features if isinstance(sepc, TrustHead) else sepc.dim
+    if features != 2:
+        raise ValueError(f"Only a model of 2 features can be drawn; this model has {features} features.")
     data = training_set(X, y, sepc.classes)
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    ax = axes_or_new(ax, (8.0, 5.5))
     low, high = data.points.min(axis=0), data.points.max(axis=0)
     low, high = low - 0.18 * (high - low), high + 0.18 * (high - low)
     # 400 steps per axis resolve thin ellipses at the default figure size.
     across, up = (np.linspace(low[axis], high[axis], 400) for axis in (0, 1))
     grid = np.stack(np.meshgrid(across, up), axis=-1)
-    out = sepc(sepc.as_tensor(grid.reshape(-1, 2)))
+    with torch.no_grad():
+        out = sepc(sepc.as_tensor(grid.reshape(-1, 2)))
     chance = 1.0 / len(sepc.classes)
     depth = ((out.trust.cpu().numpy() - chance) / (1.0 - chance)).clip(0.0, 1.0)
     palette = np.array([to_rgb(COLORS[c % len(COLORS)]) for c in range(len(sepc.classes))])
@@ -151,8 +149,8 @@ def draw_decisions(sepc: SEPC, X: Any, y: Any, ax: Axes | None = None, *, legend
             own[:, 0],
             own[:, 1],
             s=18,
-            c=COLORS[c % len(COLORS)],
-            marker=MARKERS[c % len(MARKERS)],
+            c=class_style(c)[0],
+            marker=class_style(c)[1],
             edgecolors="white",
             linewidths=0.4,
             zorder=3,

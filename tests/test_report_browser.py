@@ -1,0 +1,133 @@
+"""The trust report in a real browser: Debian's Chromium, headless; skipped with the reason where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Browser, Unavailable
+from reported_heads import reported_head
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'><a href='https://example.org'>"
+LONG = "W" * 400
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    try:
+        started = Browser(tmp_path_factory.mktemp("browser"))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report whose classes, ids and texts are hostile, long or both, with thumbnails."""
+    head, z, y, logits = reported_head()
+    n = len(z)
+    return head.report(
+        *(z, y, logits, tmp_path_factory.mktemp("page") / "page.html"),
+        images=np.random.default_rng(0).random((n, 8, 8)),
+        texts=[f"{HOSTILE} {LONG}" for _ in range(n)],
+        ids=[f"{i} {HOSTILE}" if i % 2 else f"{i} {LONG}" for i in range(n)],
+        class_names=["ant", HOSTILE, LONG],
+    )
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Browser:
+    browser.view(1600)
+    browser.open(page)
+    return browser
+
+
+@pytest.mark.slow
+def test_no_error_and_no_request(browser: Browser, page: Path) -> None:
+    browser.open_blank()
+    browser.log("browser")
+    browser.requests()
+    browser.open(page)
+    asked = browser.requests()
+    assert page.as_uri() in asked
+    assert {address.partition(":")[0] for address in asked} == {"file", "data"}
+    assert [address for address in asked if address.startswith("file:")] == [page.as_uri()]
+    assert browser.log("browser") == []
+    assert browser.run("return window.hacked") is None
+    assert browser.run("return document.querySelectorAll('script').length") == 2
+    assert browser.run("return document.querySelectorAll('a[href^=http]').length") == 0
+
+
+def test_samples_are_filtered_and_sorted(opened: Browser) -> None:
+    visible = "[...document.querySelectorAll('.sample')].filter(card => !card.hidden)"
+    every = opened.run("return document.querySelectorAll('.sample').length")
+    assert opened.run(f"return {visible}.length") == min(every, 24)
+    opened.run("document.querySelector('button[data-kind=novel]').click()")
+    assert set(opened.run(f"return {visible}.map(card => card.dataset.kind)")) == {"novel"}
+    opened.run("document.querySelector('button[data-kind=\"\"]').click()")
+    opened.run("const s = document.getElementById('sort'); s.value = 'joint'; s.dispatchEvent(new Event('change'))")
+    scores = opened.run(f"return {visible}.map(card => Number(card.dataset.joint))")
+    assert scores == sorted(scores)
+    opened.run("const s = document.getElementById('sort'); s.value = '-joint'; s.dispatchEvent(new Event('change'))")
+    assert opened.run(f"return Number({visible}[0].dataset.joint)") >= max(scores)
+    opened.run("document.getElementById('more').click()")
+    assert opened.run(f"return {visible}.length") == min(every, 72)
+    opened.run("const f = document.getElementById('find'); f.value = 'zzz'; f.dispatchEvent(new Event('input'))")
+    assert opened.run(f"return {visible}.length") == 0
+    assert opened.run("return document.getElementById('shown').textContent") == "0 of 0 shown"
+
+
+def test_the_table_of_classes_is_sorted(opened: Browser) -> None:
+    values = "[...document.querySelectorAll('.sortable tbody tr')].map(row => Number(row.cells[1].dataset.v))"
+    press = "document.querySelectorAll('.sortable thead button')[1].click()"
+    opened.run(press)
+    down = opened.run(f"return {values}")
+    opened.run(press)
+    assert down == sorted(down, reverse=True)
+    assert opened.run(f"return {values}") == sorted(down)
+
+
+def test_a_mark_on_the_map_leads_to_its_card(opened: Browser) -> None:
+    opened.run("document.querySelector('.pt[data-row]').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    row = opened.run("return document.querySelector('.pt[data-row]').dataset.row")
+    assert opened.run("return document.querySelector('.found').id") == f"row-{row}"
+    assert opened.run("return document.querySelector('.found').hidden") is False
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int, scripts: bool) -> None:
+    browser.view(width, scripts=scripts)
+    browser.open(page)
+    metrics = browser.command("Page.getLayoutMetrics")
+    assert metrics["cssLayoutViewport"]["clientWidth"] == width
+    assert metrics["cssContentSize"]["width"] == width
+
+
+def test_dark_and_light_have_contrast(browser: Browser, page: Path) -> None:
+    """Text has at least the contrast 4.5 with its ground (WCAG AA), in both schemes."""
+    for scheme in ("light", "dark"):
+        browser.view(1600, scheme)
+        browser.open(page)
+        colors = browser.run(
+            "const s = getComputedStyle(document.documentElement);"
+            "return ['--bg', '--card', '--ink', '--soft'].map(name => s.getPropertyValue(name).trim())"
+        )
+        for ground in colors[:2]:
+            for text in colors[2:]:
+                assert contrast(ground, text) >= 4.5, (scheme, ground, text)
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colours #rrggbb, as WCAG defines it."""
+
+    def luminance(color: str) -> float:
+        parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        linear = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
