@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from gpu_tables import gpu
 from harness import FIGURES, RESULTS, SOURCES
 from markdown_tables import load, table
+from novelty_tables import label_errors, novelties
 from panel_tables import chosen_without, defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
 from promise_tables import drift, group_promises
@@ -151,6 +152,8 @@ PAGES: dict[str, dict[str, Section]] = {
         "group_promises": Section(group_promises, ("group_promises",)),
         "drift": Section(drift, ("drift",)),
     },
+    "docs/novelties.md": {"novelties": Section(novelties, ("novelties",))},
+    "docs/label_errors.md": {"label_errors": Section(label_errors, ("label_errors",))},
     "docs/active_learning.md": {"active": Section(active, ("active_learning",))},
     "docs/paper.md": {
         "paper": Section(lambda: side_by_side(reproductions()), PAPER),

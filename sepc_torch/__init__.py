@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from sepc_torch.ellipsoid import Kind as Kind
     from sepc_torch.ellipsoid import MinimumVolumeEllipsoid as MinimumVolumeEllipsoid
     from sepc_torch.head.drift import DriftMonitor as DriftMonitor
+    from sepc_torch.head.label_errors import SuspiciousLabels as SuspiciousLabels
+    from sepc_torch.head.label_errors import suspicious_labels as suspicious_labels
+    from sepc_torch.head.novelties import Novelties as Novelties
     from sepc_torch.head.prediction import HeadPrediction as HeadPrediction
     from sepc_torch.head.trust_head import TrustHead as TrustHead
     from sepc_torch.layers import EllipsoidLoss as EllipsoidLoss
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from sepc_torch.training import select as select
     from sepc_torch.training.lightning import PoolDataModule as PoolDataModule
     from sepc_torch.training.lightning import TrustMonitor as TrustMonitor
+    from sepc_torch.trust_classifier import TrustClassifier as TrustClassifier
 
 __version__ = "0.1.0"
 
@@ -65,11 +69,14 @@ _HOME = {
     "Landscape": "partitioning.landscape",
     "MVELayer": "layers",
     "MinimumVolumeEllipsoid": "ellipsoid",
+    "Novelties": "head.novelties",
     "Partition": "partitioning.record",
     "PoolDataModule": "training.lightning",
     "Prediction": "model.prediction",
     "RCHLayer": "layers",
     "Rule": "model.rules",
+    "SuspiciousLabels": "head.label_errors",
+    "TrustClassifier": "trust_classifier",
     "TrustHead": "head.trust_head",
     "TrustMonitor": "training.lightning",
     "bayes_trust": "model.trust",
@@ -85,6 +92,7 @@ _HOME = {
     "resolve": "model.rules",
     "select": "training",
     "small_disjuncts": "partitioning.landscape",
+    "suspicious_labels": "head.label_errors",
 }
 
 __all__ = sorted(_HOME)

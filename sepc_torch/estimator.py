@@ -29,6 +29,11 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
     ``fit`` covers the points of every class with minimum-volume ellipsoids. A new point gets its label from the
     ellipsoids that contain it and from the training points in them.
 
+    This is the paper's classifier, for reproduction and for tables where its ellipsoids explain a label. It is weak
+    where classes overlap in many features, and its trust ranks mistakes worse than a calibrated confidence. It is slow
+    on large tables, because a fit compares every class with all other rows, and it takes numbers only. To decide which
+    labels of any classifier to accept, use :class:`~sepc_torch.TrustClassifier`.
+
     Parameters
     ----------
     max_impure : int, default=2

@@ -42,6 +42,8 @@ MAY_IMPORT = {
     # Entry points for users.
     "plot": _LIBRARY,
     "estimator": _LIBRARY,
+    "classifier_embedding": _LIBRARY,
+    "trust_classifier": [*_LIBRARY, "classifier_embedding"],
     "cli_tables": _LIBRARY,
     "demo": [*_LIBRARY, "report", "plot", "cli_tables"],
     "cli": [*_LIBRARY, "report", "plot", "cli_tables", "demo"],

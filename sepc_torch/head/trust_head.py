@@ -37,6 +37,7 @@ from sepc_torch.head.groups import By, GroupAcceptance, accept_by_group
 from sepc_torch.head.head_files import read_head, write_head
 from sepc_torch.head.judge import group_indices, judge_rows
 from sepc_torch.head.label_calibration import Acceptance
+from sepc_torch.head.novelties import Novelties, find_novelties
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection
 from sepc_torch.head.promise import Promise
@@ -572,6 +573,25 @@ class TrustHead(nn.Module):
             groups=groups,
             drift=drift,
         )
+
+    def novelties(self, z: Any, logits: Any = None, fdr: float = 0.1) -> Novelties:
+        """Declare which samples of a batch are novel, with the false discovery rate controlled.
+
+        On average at most a share ``fdr`` of the samples declared novel are ordinary: drawn from the distribution of
+        the calibration points. :func:`~sepc_torch.head.novelties.find_novelties` has the procedure and its proof. The
+        rate is over calibration sets and batches; no promise is made about one batch, or for samples that were chosen
+        by their scores. Rows without a prediction count as the least typical.
+
+        Args:
+            z: (B, D) embeddings in any form that :meth:`judge` takes.
+            logits: (B, C) logits of the network, or None for p-values without their energy.
+            fdr: The allowed share of ordinary samples among those declared novel.
+        """
+        if self.calibration is None or not self.calibration.done:
+            raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
+        network = self.calibration.network if logits is not None and self.calibration.network.done else None
+        ranked = len((network or self.calibration.own).held_nonconformity)
+        return find_novelties(self.judge(z, logits).p_value, ranked, fdr)
 
     @torch.no_grad()
     def predict(self, z: Any) -> Array:

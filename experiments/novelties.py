@@ -1,0 +1,111 @@
+"""New samples of a batch: false discoveries and power of ``TrustHead.novelties``, by simulation and on the panel.
+
+Claim: the false discovery rate is at most ``fdr`` times the share of ordinary samples, for every number of calibration
+points. Simulation: ordinary scores are standard normal, novel ones are shifted by three. Panel: the head of every
+network is calibrated anew on random known rows that trained nothing; batches mix other known rows with rows of one
+group of unknowns. Power is the share of the novel samples that are found.
+
+SEPC_DATA=path/to/data python experiments/novelties.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from harness import arguments, environment, write_results
+from panel_data import Case, Rows, paper_tables, resnet_case, table_case
+
+from sepc_torch import TrustHead
+from sepc_torch.head.conformal import conformal_p_value
+from sepc_torch.head.novelties import find_novelties
+
+FDR, BATCH, NOVEL = 0.1, 200, 20
+DRAWS, SHIFT, POINTS = 1000, 3.0, (50, 100, 200, 500, 2000)
+RESPLITS, BATCHES, CALIBRATION, GROUP = 15, 20, 1000, 500
+
+
+def shares(novel: torch.Tensor, new: int) -> tuple[float, float]:
+    """False share of the discoveries and share of the novel samples found; the last ``new`` samples are novel."""
+    return float(novel[:-new].sum()) / max(1, int(novel.sum())), float(novel[-new:].double().mean())
+
+
+def simulate(points: int, draws: int, seed: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    found, least = [], 0
+    for _ in range(draws):
+        scores = torch.randn(BATCH, generator=random)
+        scores[-NOVEL:] += SHIFT
+        record = find_novelties(conformal_p_value(torch.randn(points, generator=random), scores), points, FDR)
+        found.append(shares(record.novel, NOVEL))
+        least = record.least
+    false, power = np.mean(found, axis=0)
+    error = float(np.std([pair[0] for pair in found]) / draws**0.5)
+    return {"points": points, "fdr": float(false), "error": error, "power": float(power), "least": least}
+
+
+def draw_rows(rows: Rows, index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(rows.z[index]), torch.from_numpy(rows.logits[index])
+
+
+def measure(case: Case, resplits: int, seed: int) -> list[dict[str, Any]]:
+    """False discoveries and power for every group of unknowns of a network."""
+    torch.set_num_threads(1)
+    classes = np.arange(case.train.logits.shape[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # small classes
+        head = TrustHead.fit(case.train.z, case.train.y, progress=False, classes=classes)
+    known = Rows(*(np.concatenate(parts) for parts in zip(case.calibration, case.test, strict=True)))
+    held = min(CALIBRATION, len(known.y) // 2)
+    rng = np.random.default_rng(seed)
+    found: dict[str, list[tuple[float, float]]] = {group: [] for group in case.unknown}
+    for split in range(resplits):
+        order = rng.permutation(len(known.y))
+        z, logits = draw_rows(known, order[:held])
+        head.calibrate(z, known.y[order[:held]], logits, seed=split)
+        ordinary = head(*draw_rows(known, order[held : held + GROUP])).p_value
+        for group, rows in case.unknown.items():
+            new = head(*draw_rows(rows, rng.permutation(len(rows.y))[:GROUP])).p_value
+            for _ in range(BATCHES):
+                some = rng.permutation(len(ordinary))[: BATCH - NOVEL]
+                batch = torch.cat([ordinary[some], new[rng.permutation(len(new))[:NOVEL]]])
+                found[group].append(shares(find_novelties(batch, held // 2, FDR).novel, NOVEL))
+    summary: list[dict[str, Any]] = []
+    for group, pairs in found.items():
+        by_split = np.array(pairs).reshape(resplits, -1, 2)
+        false, power = by_split.mean(axis=(0, 1))
+        error = float(by_split[:, :, 0].mean(axis=1).std() / resplits**0.5)
+        kind = "near" if group in case.near else "far"
+        summary.append({"set": case.name, "unknowns": group, "kind": kind, "points": held // 2, "fdr": float(false)})
+        summary[-1] |= {"error": error, "power": float(power)}
+    return summary
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    simulated = [simulate(points, 20 if options.smoke else DRAWS, options.seed) for points in POINTS]
+    for row in simulated:
+        print(f"{row['points']} points: rate {row['fdr']:.3f}, power {row['power']:.3f}", flush=True)
+    if options.smoke:
+        digits = table_case("digits", paper_tables()["digits"], options.seed, open_set=True, epochs=5)
+        cases: list[Case | None] = [digits]
+    else:
+        cases = [resnet_case(10), resnet_case(100)]
+    panel = []
+    for case in cases:
+        for row in [] if case is None else measure(case, 2 if options.smoke else RESPLITS, options.seed):
+            print(f"{row['set']}, {row['unknowns']}: rate {row['fdr']:.3f}, power {row['power']:.3f}", flush=True)
+            panel.append(row)
+    if options.smoke or None in cases:
+        print("nothing written" if options.smoke else "nothing written: the results need all files of SEPC_DATA")
+        return
+    results = {"command": "python experiments/novelties.py", "environment": environment("torch"), "fdr": FDR}
+    results |= {"batch": BATCH, "novel": NOVEL, "draws": DRAWS, "shift": SHIFT, "resplits": RESPLITS}
+    results |= {"batches": BATCHES, "simulated": simulated, "panel": panel}
+    print(f"written: {write_results('novelties', results).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Novelties of a batch: the false discovery rate by simulation, power, records and errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sepc_torch import TrustHead
+from sepc_torch.head.conformal import conformal_p_value
+from sepc_torch.head.novelties import find_novelties
+from sepc_torch.shapes import Array
+
+
+def false_share(novel: torch.Tensor, ordinary: int) -> float:
+    """Share of the first ``ordinary`` samples among those declared novel."""
+    return float(novel[:ordinary].sum()) / max(1, int(novel.sum()))
+
+
+@pytest.mark.parametrize(("fdr", "shift"), [(0.1, 2.0), (0.2, 4.0)])
+def test_false_discoveries_are_as_promised(fdr: float, shift: float) -> None:
+    """The rate is just below its bound, so a procedure that breaks it by a factor of 1.5 fails."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(1500):
+        calibration, scores = torch.randn(199, generator=random), torch.randn(60, generator=random)
+        scores[45:] += shift
+        found.append(false_share(find_novelties(conformal_p_value(calibration, scores), 199, fdr).novel, 45))
+    bound = fdr * 45 / 60
+    assert 0.85 * bound < np.mean(found) < 1.1 * bound
+
+
+def test_false_discoveries_with_ties_stay_below_the_bound() -> None:
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(800):
+        calibration, scores = torch.randn(199, generator=random), torch.randn(60, generator=random)
+        scores[45:] += 3.0
+        p_value = conformal_p_value((2 * calibration).round(), (2 * scores).round())
+        found.append(false_share(find_novelties(p_value, 199, 0.2).novel, 45))
+    assert np.mean(found) < 1.1 * 0.2 * 45 / 60
+
+
+def test_p_values_of_a_batch_alone_would_break_the_promise() -> None:
+    """The bound in the tests above is sharp enough: without the correction the rate is far above it."""
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(300):
+        p_value = conformal_p_value(torch.randn(199, generator=random), torch.randn(60, generator=random))
+        found.append(float((p_value <= 0.1).any()))
+    assert np.mean(found) > 0.9
+
+
+def points(rng: np.random.Generator, rows: int) -> tuple[Array, Array]:
+    y = np.arange(rows) % 2
+    return rng.normal(size=(rows, 4)) + 4.0 * y[:, None], y
+
+
+@pytest.fixture(scope="module")
+def head() -> TrustHead:
+    rng = np.random.default_rng(0)
+    return TrustHead.fit(*points(rng, 200), normalize=None).calibrate(*points(rng, 400))
+
+
+def test_false_discoveries_of_a_head(head: TrustHead) -> None:
+    """Fresh calibration points and samples for one head; the bound is 0.2 * 30 / 40 = 0.15."""
+    rng = np.random.default_rng(1)
+    other = TrustHead(head.projection, head.sepc, head.evidence)
+    found, power = [], []
+    for _ in range(40):
+        other.calibrate(*points(rng, 120))
+        z = np.concatenate([points(rng, 30)[0], rng.normal(size=(10, 4)) + np.array([9.0, -9.0, 0.0, 0.0])])
+        novel = other.novelties(z, fdr=0.2).novel
+        found.append(false_share(novel, 30))
+        power.append(float(novel[30:].double().mean()))
+    assert np.mean(found) < 1.3 * 0.15  # the standard error is about 0.02
+    assert np.mean(power) > 0.9
+
+
+def test_the_record(head: TrustHead) -> None:
+    rng = np.random.default_rng(2)
+    z = np.concatenate([points(rng, 20)[0], np.full((5, 4), 50.0)])
+    found = head.novelties(z, fdr=0.1)
+    assert found.novel[20:].all()
+    np.testing.assert_array_equal(found.novel, found.adjusted <= 0.1)
+    np.testing.assert_allclose(found.p_value, head.judge(z).p_value, rtol=1e-6)
+    assert found.threshold == float(found.p_value[found.novel].max())
+    assert found.least == 2  # 25 / (0.1 * 201) = 1.24
+    stricter = head.novelties(z, fdr=0.01)
+    assert not (stricter.novel & ~found.novel).any()
+    assert stricter.least == 13
+    nothing = head.novelties(np.full((2, 4), 4.0), fdr=0.01)  # the centre of a class
+    assert nothing.threshold == 0.0
+    empty = head.novelties(np.zeros((0, 4)))
+    assert (len(empty.novel), empty.threshold) == (0, 0.0)
+
+
+def test_with_logits() -> None:
+    """The p-values are those of the network's calibration; without its logits, those of the head's own labels."""
+    rng = np.random.default_rng(3)
+    z, y = points(rng, 300)
+    logits = 3.0 * np.eye(2)[y] + rng.normal(size=(300, 2))
+    both = TrustHead.fit(z[:100], y[:100], normalize=None).calibrate(z[100:], y[100:], logits[100:])
+    for given in (None, logits):
+        np.testing.assert_allclose(both.novelties(z, given).p_value, both.judge(z, given).p_value, rtol=1e-6)
+
+
+def test_exact_ranks_decide() -> None:
+    """0.3 in float32 is above 0.3: rounding must not hide a discovery at the bound."""
+    found = find_novelties(torch.tensor([0.3, 0.3, 0.3], dtype=torch.float32), ranked=9, fdr=0.3)
+    assert found.novel.all()
+
+
+def test_errors(head: TrustHead) -> None:
+    with pytest.raises(ValueError, match="fdr must lie between 0 and 1"):
+        head.novelties(np.zeros((2, 4)), fdr=1.0)
+    with pytest.raises(RuntimeError, match="calibrated first"):
+        TrustHead(head.projection, head.sepc, head.evidence).novelties(np.zeros((2, 4)))
