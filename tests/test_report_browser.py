@@ -97,10 +97,9 @@ def test_a_mark_on_the_map_leads_to_its_card(opened: Browser) -> None:
     assert opened.run("return document.querySelector('.found').hidden") is False
 
 
-@pytest.mark.parametrize("scripts", [True, False])
 @pytest.mark.parametrize("width", [400, 1600])
-def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int, scripts: bool) -> None:
-    browser.view(width, scripts=scripts)
+def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int) -> None:
+    browser.view(width)
     browser.open(page)
     metrics = browser.command("Page.getLayoutMetrics")
     assert metrics["cssLayoutViewport"]["clientWidth"] == width

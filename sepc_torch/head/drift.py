@@ -168,7 +168,8 @@ class DriftMonitor:
         region = labels.point_region[labels.held_rows]
         cell = self._cell_of[region.cpu().numpy()]
         self._cell_start = np.bincount(cell, minlength=len(self._classes))
-        self._score_start = self._score_counts(labels.held_nonconformity.cpu().numpy())
+        scores = self._score_bins(labels.held_nonconformity.double().cpu().numpy())
+        self._score_start = np.bincount(scores, minlength=len(self._score_edges) + 1)
         # Shares from points that are not ranked: bets must not depend on the ranked ones.
         fitted = np.delete(labels.point_region.cpu().numpy(), labels.held_rows.cpu().numpy())
         expected = np.bincount(self._cell_of[fitted], minlength=len(self._classes)) + 0.5
@@ -376,9 +377,6 @@ class DriftMonitor:
 
     def _score_bins(self, score: Float[Array, "T"]) -> Int[Array, "T"]:
         return np.searchsorted(self._score_edges, np.nan_to_num(score, nan=np.inf), side="left")
-
-    def _score_counts(self, score: Float[Array, "M"]) -> Int[Array, "bins"]:
-        return np.bincount(self._score_bins(score), minlength=len(self._score_edges) + 1)
 
 
 def _cells(labels: LabelCalibration, head: TrustHead) -> tuple[Int[Array, "K"], Int[Array, "K"]]:
