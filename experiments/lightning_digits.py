@@ -43,7 +43,7 @@ def main() -> None:
     data = TensorDataset(torch.from_numpy(pictures).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(labels))
     train, val = torch.utils.data.random_split(data, [1000, len(data) - 1000])
 
-    monitor = TrustMonitor("backbone", logits="classifier", reasons=("ambiguous", "novel", "disagrees"))
+    monitor = TrustMonitor("backbone")
     trainer = L.Trainer(
         max_epochs=1 if options.smoke else 8, accelerator="cpu", callbacks=[monitor], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -52,7 +52,14 @@ def main() -> None:
 
     print(monitor.flagged["val"])
     numbers = {name: round(float(value), 4) for name, value in trainer.callback_metrics.items()}
-    for name in ("val_acc", "trust/val_flagged_frac", "trust/val_acc_trusted", "trust/val_acc_flagged"):
+    for name in (
+        "val_acc",
+        "trust/val_accepted",
+        "trust/val_acc_accepted",
+        "trust/val_acc_at_80",
+        "trust/val_aurc",
+        "trust/cost",
+    ):
         print(f"{name:24s} {numbers.get(name, float('nan')):.3f}")
     if not options.smoke:
         results = {

@@ -77,8 +77,8 @@ def quiet_trainer(*callbacks: Callback, folder: Path | str = ".", **options: Any
 
 
 def monitor(**options: Any) -> TrustMonitor:
-    """A monitor of the small network."""
-    return TrustMonitor("backbone", **{"fit": FIT, **options})
+    """A monitor of the small network. Without a limit of the cost, refits do not depend on the speed of the machine."""
+    return TrustMonitor("backbone", **{"fit": FIT, "max_cost": None, **options})
 
 
 def fitted(folder: Path, trainer: dict[str, Any] | None = None, **options: Any) -> tuple[TrustMonitor, Net, L.Trainer]:

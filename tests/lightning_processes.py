@@ -52,7 +52,7 @@ def fit_pool(trainer: L.Trainer, watch: TrustMonitor, left: int) -> dict[str, An
         "pool": sorted(watch.scores["pool"].ids),
         "rows": len(watch.scores["val"]),
         "n": numbers["trust/val_n"],
-        "mean": numbers["trust/val_mean"],
+        "mean": numbers["trust/head_val_trust"],
         "step": watch.fit_step,
     }
 
@@ -60,17 +60,19 @@ def fit_pool(trainer: L.Trainer, watch: TrustMonitor, left: int) -> dict[str, An
 def run_ddp(folder: Path) -> None:
     """Stages, pools of several sizes, and errors on two processes; each process writes its results to a file."""
     options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "folder": folder}
-    watch = TrustMonitor("backbone", fit=FIT, dirpath=folder / "flags")
+    watch = TrustMonitor("backbone", max_cost=None, fit=FIT, dirpath=folder / "flags")
     found: dict[str, Any] = {"stages": judge_all(quiet_trainer(watch, **options), watch, folder / "one.ckpt")}
     for left in (40, 3, 1, 0):
-        watch = TrustMonitor("backbone", fit=FIT)
+        watch = TrustMonitor("backbone", max_cost=None, fit=FIT)
         found[f"pool {left}"] = fit_pool(quiet_trainer(watch, max_epochs=1, **options), watch, left)
-    for name, argument in (("on_flag", {"on_flag": fail}), ("refit", {"fit": fail, "refit_errors": "raise"})):
-        watch = TrustMonitor("backbone", **{"fit": FIT, **argument})  # type: ignore[arg-type]
-        try:
-            fit_pool(quiet_trainer(watch, max_epochs=1, **options), watch, 3)
-        except RuntimeError as error:
-            found[name] = str(error)
+    watch = TrustMonitor("backbone", fit=FIT, on_flag=fail)
+    try:
+        fit_pool(quiet_trainer(watch, max_epochs=1, **options), watch, 3)
+    except RuntimeError as error:
+        found["on_flag"] = str(error)
+    watch = TrustMonitor("backbone", fit=fail)
+    quiet_trainer(watch, max_epochs=1, **options).fit(Net(), loader(blobs(93)), loader(blobs(31, 1)))
+    found["refit failures"] = watch._head_state.failures
     rank = os.environ.get("LOCAL_RANK", "0")
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
@@ -81,7 +83,7 @@ def fail(*_: Any) -> Any:
 
 def run_spawn(folder: Path) -> None:
     """Fit in spawned processes, which return files only; the main process reads the head from them."""
-    watch, model = TrustMonitor("backbone", fit=FIT, dirpath=folder / "flags"), Net()
+    watch, model = TrustMonitor("backbone", max_cost=None, fit=FIT, dirpath=folder / "flags"), Net()
     trainer = quiet_trainer(watch, devices=2, strategy="ddp_spawn", max_epochs=1, folder=folder)
     trainer.fit(model, loader(blobs(93)), loader(blobs(31, 1)))
     before = watch.head is None
@@ -107,7 +109,7 @@ def outer_loop(folder: Path, die: tuple[str, int] | None) -> None:
         pool.restore(folder / "pool.safetensors")
     while pool.rounds < 4:
         L.seed_everything(SEED + pool.rounds, verbose=False)
-        watch = TrustMonitor("backbone", fit={"dim": 2}, logits="classifier")
+        watch = TrustMonitor("backbone", fit={"dim": 2})
         data = PoolDataModule(pool, val=blobs(20, 1), batch_size=16)
         reached("before")
         quiet_trainer(watch, max_epochs=1, folder=folder).fit(Net(), data)

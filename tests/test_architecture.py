@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "model": [*_GROUND, "data", "partitioning"],
     "head": [*_GROUND, "data", "partitioning", "model"],
     "metrics": [*_GROUND, "data", "solvers", "model", "head"],
-    "training": [*_GROUND, "data", "partitioning", "model", "head"],
+    "training": [*_GROUND, "data", "partitioning", "model", "head", "metrics"],
     "report": _LIBRARY,
     # One-line modules that keep documented import paths working after their contents moved.
     "programs": ["solvers"],

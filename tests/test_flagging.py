@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from sepc_torch import TrustHead
 from sepc_torch.shapes import Array
-from sepc_torch.training.flagging import Criteria, Judged, class_values, find_reasons, judge, safety, summary
+from sepc_torch.training.flagging import Criteria, Judged, class_values, find_reasons, judge, safety
 from sepc_torch.training.trust_table import REASONS, TrustTable
 
 Rng = np.random.Generator
@@ -60,7 +59,7 @@ class TestJudge:
         assert bool((found.network_margin == 0).all())
         assert bool((found.trust > 0).all())
 
-    def test_nan_and_infinity_are_novel(self, rng: Rng) -> None:
+    def test_nan_and_infinity_have_no_prediction(self, rng: Rng) -> None:
         x, y = clouds(rng)
         z = torch.from_numpy(x).float()
         expected = judge(head_of(x, y), z)
@@ -70,7 +69,7 @@ class TestJudge:
         assert found.trust[[2, 7]].tolist() == [0.0, 0.0]
         others = [i for i in range(80) if i not in (2, 7)]
         assert all(torch.equal(a[others], b[others]) for a, b in zip(found, expected, strict=True))
-        assert names(find_reasons(found, Criteria(), found.label >= -1))[2] == "novel"
+        assert names(find_reasons(found, Criteria(), found.label >= -1))[2] == "no prediction"
 
     def test_text_labels_have_index_values(self, rng: Rng) -> None:
         x, y = clouds(rng)
@@ -99,7 +98,7 @@ class TestReasons:
             "",
             "novel",
         ]
-        strict = Criteria(novel_distance=1e6, min_margin=0.0, threshold=1e-6)
+        strict = Criteria(novel_distance=1e6, min_margin=0.0, threshold=1e-6, reasons=("novel", "ambiguous"))
         assert names(find_reasons(found, strict, agrees)) == ["", "", ""]
 
     @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5])
@@ -120,26 +119,13 @@ class TestReasons:
         assert safety(unsure).tolist() == pytest.approx([0.2, 0.2, 0.2])
 
 
-class TestSummary:
-    def test_the_keys_are_always_the_same(self) -> None:
-        trust, reason, yes = torch.ones(3), torch.full((3,), -1), torch.ones(3, dtype=torch.bool)
-        full = summary(trust, reason, yes, yes)
-        assert math.isnan(full["acc_flagged"])
-        assert full["acc_trusted"] == 1.0
-        for n, right in ((3, None), (0, None), (0, yes[:0])):
-            found = summary(trust[:n], reason[:n], right, yes[:n])
-            assert list(found) == list(full)
-            assert math.isnan(found["mean"]) == (n == 0)
-            assert math.isnan(found["acc_trusted"])
-
-
 class TestTable:
     def table(self, rng: Rng, n: int = 30) -> TrustTable:
         columns = {
             "trust": torch.from_numpy(rng.integers(0, 3, n) / 2).float(),
             "label": torch.from_numpy(rng.integers(-1, 2, n)),
             "rule": torch.from_numpy(rng.integers(0, 4, n)),
-            "reason": torch.from_numpy(rng.integers(-1, 3, n)),
+            "reason": torch.from_numpy(rng.integers(-1, 4, n)),
             "margin": torch.from_numpy(rng.integers(0, 2, n)).float(),
         }
         return TrustTable.of(rng.permutation(n).tolist(), columns, ["cat", "dog"])

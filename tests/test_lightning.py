@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import json
 import math
 import pickle
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from sepc_torch import SEPC, LabelPool, PoolDataModule, TrustHead, TrustMonitor
+from sepc_torch.metrics import aurc
 from sepc_torch.training.lightning import MisconfigurationException
 
 Rng = np.random.Generator
@@ -35,7 +35,7 @@ pytestmark = [
 
 class TestStages:
     def test_every_stage(self, tmp_path: Path) -> None:
-        watch, model, run = fitted(tmp_path, threshold=0.9)
+        watch, model, run = fitted(tmp_path, flag_rate=0.3)
         assert watch.n_refits == 2
         assert watch.fit_step == run.global_step
         run.test(model, loader(blobs(30, 2)), verbose=False)
@@ -47,41 +47,72 @@ class TestStages:
         assert isinstance(head, TrustHead)
         x, y = blobs(61, 1).tensors
         with torch.no_grad():
-            out = head(model.eval().backbone(x))
+            z = model.eval().backbone(x)
+            out = head(z, logits=model.classifier(z))
         order = torch.tensor(table.ids)
-        assert torch.equal(table.columns["trust"], out.trust[order])
-        assert torch.equal(table.columns["label"], out.label[order])
+        for name in ("trust", "label", "network_label", "network_trust"):
+            assert torch.equal(table.columns[name], getattr(out, name)[order])
+        assert torch.allclose(table.columns["joint"], out.joint[order], atol=1e-5), "batches differ by rounding"
+        assert table["joint"] == sorted(table["joint"])
+        assert [not reason for reason in table["reason"]] == out.accept[order].tolist()
         assert torch.equal(table.columns["target"], y[order])
         flagged = watch.flagged["val"]
         assert set(flagged.ids) == {i for i, r in zip(table.ids, table["reason"], strict=True) if r}
         assert 0 < len(flagged) < 61
 
     def test_numbers_can_be_monitored(self, tmp_path: Path) -> None:
-        saver = ModelCheckpoint(tmp_path, monitor="trust/val_flagged_frac", save_top_k=1)
-        stop = EarlyStopping("trust/val_mean", mode="max", patience=1, min_delta=2.0)  # no epoch improves by 2
-        watch, model = monitor(threshold=0.9), Net()
+        saver = ModelCheckpoint(tmp_path, monitor="trust/val_aurc", save_top_k=1)
+        stop = EarlyStopping("trust/val_acc_at_80", mode="max", patience=1, min_delta=2.0)  # no epoch improves by 2
+        watch, model = monitor(flag_rate=0.3), Net()
         run = quiet_trainer(watch, saver, stop, folder=tmp_path, enable_checkpointing=True, max_epochs=6)
         run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
         assert run.current_epoch == 2, "the second epoch does not improve, so training stops"
         assert saver.best_model_score is not None
         numbers = run.callback_metrics
-        table, right = watch.scores["val"], []
-        for label, target in zip(table["label"], table["target"], strict=True):
-            right.append(label == target)
-        trusted = [r for r, reason in zip(right, table["reason"], strict=True) if not reason]
-        assert numbers["trust/val_acc_trusted"] == pytest.approx(np.mean(trusted))
-        assert numbers["trust/val_n"] == 61
-        assert numbers["trust/val_flagged"] == len(watch.flagged["val"])
-        assert numbers["trust/val_mean"] == pytest.approx(float(table.columns["trust"].double().mean()))
-        assert numbers["trust/refits"] == watch.n_refits == 2
-        assert numbers["trust/partition_age_steps"] == 0
+        table = watch.scores["val"]
+        measured = table.where(~table.columns["calibrates"])
+        right = measured.columns["network_label"] == measured.columns["target"]
+        accepted = measured.columns["reason"] < 0
+        assert 20 <= 61 - len(measured) <= 41
+        assert numbers["trust/val_n"] == len(measured)
+        assert numbers["trust/val_acc"] == pytest.approx(float(right.double().mean()))
+        assert numbers["trust/val_accepted"] == pytest.approx(float(accepted.double().mean()))
+        assert numbers["trust/val_acc_accepted"] == pytest.approx(float(right[accepted].double().mean()))
+        assert numbers["trust/val_aurc"] == pytest.approx(float(aurc(measured.columns["joint"], right)))
+        own = torch.tensor(measured["label"]) == measured.columns["target"]
+        assert numbers["trust/head_val_acc"] == pytest.approx(float(own.double().mean()))
+        assert numbers["trust/head_refits"] == watch.n_refits == 2
+        assert numbers["trust/head_age_steps"] == 0
+        assert numbers["trust/cost"] > 0
+
+    def test_a_checkpoint_by_aurc_is_not_of_the_untrained_network(self, tmp_path: Path) -> None:
+        """The head's own labels are good from the start, but the network's are not."""
+
+        class Late(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                return loss * 0.0 if self.current_epoch == 0 else loss
+
+        saver = ModelCheckpoint(tmp_path, monitor="trust/val_aurc", save_top_k=1, filename="{epoch}")
+        watch, model = monitor(), Late()
+        with torch.no_grad():
+            model.classifier.weight.zero_()
+            model.classifier.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # every label is 0
+        run = quiet_trainer(watch, saver, folder=tmp_path, enable_checkpointing=True, max_epochs=4)
+        run.fit(model, loader(blobs(150)), loader(blobs(90, 1)))
+        assert "epoch=0" not in saver.best_model_path
+
+    def test_names_of_a_head_that_judges_its_own_labels(self, tmp_path: Path) -> None:
+        _, _, run = fitted(tmp_path, logits=False)
+        assert "trust/val_aurc" not in run.callback_metrics, "this name is only for the network's labels"
+        assert math.isfinite(run.callback_metrics["trust/head_val_aurc"])
 
     @pytest.mark.parametrize(
         ("name", "trainer", "options"),
         [
-            ("trust/val_mean", {"val_check_interval": 0.5}, {}),
-            ("trust/val_mean", {}, {"refit_every_n_epochs": 2}),
-            ("trust/pool_mean", {"val_check_interval": 0.5}, {"refit_every_n_epochs": 2, "pool": blobs(20, 3)}),
+            ("trust/val_aurc", {"val_check_interval": 0.5}, {}),
+            ("trust/val_acc_accepted", {}, {"refit_every_n_epochs": 2}),
+            ("trust/pool_accepted", {"val_check_interval": 0.5}, {"refit_every_n_epochs": 2, "pool": blobs(20, 3)}),
         ],
     )
     def test_the_first_validation_has_a_head(
@@ -95,7 +126,7 @@ class TestStages:
         assert run.current_epoch == 2
         assert math.isfinite(float(stop.best_score))
 
-    @pytest.mark.parametrize("name", ["trust/val_mean", "trust/pool_mean", "trust/refit_seconds"])
+    @pytest.mark.parametrize("name", ["trust/val_aurc", "trust/pool_accepted", "trust/cost"])
     def test_a_first_fit_that_fails_does_not_end_training(self, tmp_path: Path, name: str) -> None:
         calls = []
 
@@ -115,13 +146,15 @@ class TestStages:
         assert math.isfinite(run.callback_metrics[name])
 
     def test_an_epoch_without_flags(self, tmp_path: Path) -> None:
-        stop = EarlyStopping("trust/val_acc_flagged", patience=20, check_finite=False)
-        watch = monitor(threshold=1e-9, min_margin=0.0, novel_distance=1e9)
+        """20 samples are too few to calibrate with: the deprecated criteria decide."""
+        stop = EarlyStopping("trust/val_acc_accepted", mode="max", patience=20)
+        with pytest.warns(DeprecationWarning, match="applies only while the head is not calibrated"):
+            watch = monitor(threshold=1e-9, min_margin=0.0, novel_distance=1e9, reasons=("novel", "ambiguous"))
         run = quiet_trainer(watch, stop, folder=tmp_path)
         run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
         assert len(watch.flagged["val"]) == 0
         assert run.current_epoch == 2
-        assert math.isnan(run.callback_metrics["trust/val_acc_flagged"])
+        assert run.callback_metrics["trust/val_accepted"] == 1
 
     @pytest.mark.parametrize("named", [False, True])
     def test_a_forward_of_several_arguments(self, tmp_path: Path, named: bool) -> None:
@@ -142,22 +175,94 @@ class TestStages:
             inputs=(lambda b: {"x": b[0], "scale": b[2]}) if named else (lambda b: (b[0], b[2])),
             fit_data=TensorDataset(x, y > 0, ones),  # boolean labels are accepted
         )
-        train = loader(TensorDataset(x, y, ones))
-        quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Scaled(), train, train)
+        train, val = (loader(TensorDataset(*blobs(90, seed).tensors, ones)) for seed in (0, 1))
+        quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(Scaled(), train, val)
         assert watch.head is not None
         assert list(watch.head.classes) == [0, 1]
         assert len(watch.scores["val"]) == 90
 
-    def test_trust_is_that_of_the_networks_label_if_logits_are_given(self, tmp_path: Path) -> None:
-        watch, model, _ = fitted(tmp_path, logits="classifier", reasons=("disagrees",))
+    def test_the_networks_labels_are_judged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO", "sepc_torch"):
+            watch, model, _ = fitted(tmp_path)
+        said = [record.getMessage() for record in caplog.records if record.name.startswith("sepc_torch")]
+        assert said == [
+            "TrustMonitor: the network's logits are the output of the module's forward; logits= decides otherwise."
+        ]
         table = watch.scores["val"]
         with torch.no_grad():
             given = model.eval()(blobs(61, 1).tensors[0]).argmax(dim=1)
         assert torch.equal(table.columns["network_label"], given[torch.tensor(table.ids)])
-        other = [a != b for a, b in zip(table["label"], table["network_label"], strict=True)]
-        assert [bool(reason) for reason in table["reason"]] == other
-        same = ~torch.tensor(other)
+        same = torch.tensor([a == b for a, b in zip(table["label"], table["network_label"], strict=True)])
         assert torch.equal(table.columns["network_trust"][same], table.columns["trust"][same])
+        assert not (set(table.where(same)["reason"]) & {"disagrees"})
+        named = monitor(head=watch.head, logits="classifier")
+        quiet_trainer(named, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
+        assert same_tables(named.scores["val"], table)
+
+    def test_logits_are_found_beside_the_embedding(self, tmp_path: Path) -> None:
+        """The step runs the layers itself, and forward returns something else."""
+
+        class Inner(Net):
+            def forward(self, x: Tensor) -> Any:
+                return {"logits": super().forward(x)}
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return nn.functional.cross_entropy(self(batch[0])["logits"], batch[1])
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.classifier(self.backbone(batch[0]))
+
+        watch, model = monitor(), Inner()
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=1)
+        run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch._captures["logits"].source == "classifier"
+        assert "joint" in watch.scores["val"].columns
+        assert math.isfinite(run.callback_metrics["trust/val_aurc"])
+
+    @pytest.mark.parametrize("flat", [False, True])
+    def test_one_logit_for_two_classes(self, tmp_path: Path, flat: bool) -> None:
+        class Binary(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.classifier = nn.Linear(16, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                found = super().forward(x)
+                return found.squeeze(1) if flat else found
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return nn.functional.binary_cross_entropy_with_logits(self(batch[0]).view(-1), batch[1].float())
+
+        def two(data: TensorDataset) -> Any:
+            x, y = data.tensors
+            return loader(TensorDataset(x, (y > 0).long()))
+
+        watch, model = monitor(), Binary()
+        quiet_trainer(watch, folder=tmp_path, max_epochs=1).fit(model, two(blobs(150)), two(blobs(61, 1)))
+        table = watch.scores["val"]
+        with torch.no_grad():
+            positive = model.eval()(blobs(61, 1).tensors[0]).view(-1) > 0
+        assert torch.equal(table.columns["network_label"], positive[torch.tensor(table.ids)].long())
+
+    def test_calibration_with_data_of_its_own(self, tmp_path: Path) -> None:
+        watch, _, run = fitted(tmp_path, calibrate=loader(blobs(60, 5)))
+        assert "calibrates" not in watch.scores["val"].columns
+        assert run.callback_metrics["trust/val_n"] == 61
+        head = watch.head
+        assert isinstance(head, TrustHead)
+        assert head.calibration is not None
+        assert len(head.calibration.network.held_joint) == 30, "half of the 60 samples are ranked"
+
+    def test_too_few_samples_to_calibrate(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        watch = monitor(flag_rate=0.2)
+        with caplog.at_level("INFO", "sepc_torch"):
+            quiet_trainer(watch, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        said = [record.getMessage() for record in caplog.records if "not calibrated" in record.getMessage()]
+        assert len(said) == 1, "once, though the head is fitted twice"
+        assert "joint" not in watch.scores["val"].columns
+        assert len(watch.flagged["val"]) == math.ceil(0.2 * 20)
+        assert all(watch.flagged["val"]["reason"])
+        assert watch.stop_at(error=0.5) == (False, 1.0, 0, 0), "flags without calibration promise nothing"
 
     def test_an_embedding_may_be_a_function(self, tmp_path: Path) -> None:
         by_name, model, _ = fitted(tmp_path)
@@ -230,7 +335,7 @@ class TestStages:
         x[3] = math.nan
         run.test(model, loader(TensorDataset(x, y)), verbose=False)
         row = watch.scores["test"].find([3])
-        assert row["reason"] == ["novel"]
+        assert row["reason"] == ["no prediction"]
         assert row["trust"] == [0.0]
         assert row["label"] == [None]
         assert run.callback_metrics["trust/test_nonfinite"] == 1
@@ -242,22 +347,16 @@ class TestStages:
         assert watch.scores["val"].columns["trust"].dtype == torch.float32
         assert torch.isfinite(watch.scores["val"].columns["trust"]).all()
 
-    def test_a_fraction_is_flagged(self, tmp_path: Path) -> None:
-        watch, _, _ = fitted(tmp_path, flag_fraction=0.2)
-        assert len(watch.flagged["val"]) == math.ceil(0.2 * 61)
-        assert all(watch.flagged["val"]["reason"])
-
 
 class TestFiles:
-    @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-    def test_one_file_per_stage_and_refit(self, tmp_path: Path, kind: str) -> None:
-        watch, model, run = fitted(tmp_path, dirpath=tmp_path / "flags", file_format=kind, threshold=0.9)
+    def test_one_file_per_stage_and_refit(self, tmp_path: Path) -> None:
+        watch, model, run = fitted(tmp_path, dirpath=tmp_path / "flags", flag_rate=0.3)
         run.test(model, loader(blobs(30, 2)), verbose=False)
         names = {path.name for path in (tmp_path / "flags").iterdir()}
-        expected = {f"val-epoch={e}-step={s}.{kind}" for e, s in ((0, 10), (1, 20))}
-        assert names == expected | {f"test-epoch=1-step=20.{kind}", "monitor.pt"}
-        text = (tmp_path / "flags" / f"val-epoch=1-step=20.{kind}").read_text().splitlines()
-        rows = list(csv.DictReader(text)) if kind == "csv" else [json.loads(line) for line in text]
+        expected = {f"val-epoch={e}-step={s}.csv" for e, s in ((0, 10), (1, 20))}
+        assert names == expected | {"test-epoch=1-step=20.csv", "monitor.pt"}
+        text = (tmp_path / "flags" / "val-epoch=1-step=20.csv").read_text().splitlines()
+        rows = list(csv.DictReader(text))
         assert [int(row["id"]) for row in rows] == list(watch.flagged["val"].ids)
         assert [row["reason"] for row in rows] == watch.flagged["val"]["reason"]
 
@@ -269,8 +368,12 @@ class TestFiles:
 
     def test_on_flag_receives_the_flagged_samples(self, tmp_path: Path) -> None:
         got: list[tuple[str, int]] = []
-        fitted(tmp_path, on_flag=lambda trainer, stage, table: got.append((stage, len(table))), flag_fraction=0.1)
-        assert got == [("val", 7), ("val", 7)]
+        with pytest.warns(DeprecationWarning, match="flag_fraction is deprecated; use flag_rate"):
+            watch = monitor(on_flag=lambda _, stage, table: got.append((stage, len(table))), flag_fraction=0.1)
+        assert watch.flag_rate == 0.1
+        run = quiet_trainer(watch, folder=tmp_path)
+        run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
+        assert got == [("val", 2), ("val", 2)]
 
         def broken(*_: Any) -> None:
             raise OSError("disk full")
@@ -344,7 +447,7 @@ class TestHooks:
             watch = monitor()
             L.Trainer(callbacks=callbacks(watch), **quiet).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
             assert len(watch.scores["val"]) == 61
-        with pytest.raises(lightning_fabric.utilities.exceptions.MisconfigurationException):
+        with pytest.raises(lightning_fabric.utilities.exceptions.MisconfigurationException, match="any more: files"):
             monitor(file_format="xml")
         data: Any = PoolDataModule(LabelPool(blobs(150), labelled=range(90)), val=blobs(20, 1), batch_size=16)
         assert isinstance(data, pytorch_lightning.LightningDataModule)
@@ -355,7 +458,7 @@ class TestHooks:
         a, b = monitor(), TrustMonitor("classifier", fit={"dim": 2}, prefix="late")
         run = quiet_trainer(a, b, folder=tmp_path)
         run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
-        assert {"trust/val_mean", "late/val_mean"} <= set(run.callback_metrics)
+        assert {"trust/val_aurc", "late/val_aurc"} <= set(run.callback_metrics)
         with pytest.raises(RuntimeError, match="more than one"):
             quiet_trainer(monitor(), monitor(), folder=tmp_path)
 

@@ -64,29 +64,30 @@ class TestMisuse:
             ({"head": "sepc"}, "SEPC or a TrustHead"),
             ({"fit": 3}, "options of TrustHead.fit as a dictionary"),
             ({"threshold": 1.5}, "threshold must lie strictly between 0 and 1"),
-            ({"threshold": None}, "Pass exactly one of threshold and flag_fraction"),
-            ({"threshold": 0.7, "flag_fraction": 0.1}, "Pass exactly one of threshold and flag_fraction"),
-            ({"flag_fraction": 0.0}, "flag_fraction must lie strictly between 0 and 1"),
-            ({"reasons": ("strange",)}, "one or more of novel, disagrees, ambiguous"),
-            ({"reasons": ("disagrees",)}, "logits='classifier'"),
+            ({"threshold": None}, "threshold must be a number"),
+            ({"flag_fraction": 0.0}, "flag_rate must lie between 0 and 1"),
+            ({"flag_rate": 1.0}, "flag_rate must lie between 0 and 1"),
+            ({"flag_rate": "0.5"}, "flag_rate must be a number"),
+            ({"risk": 2}, "risk must lie between 0 and 1"),
+            ({"max_cost": 0}, "max_cost must be a number above 0"),
+            ({"calibrate": 3}, "calibrate must be an indexable data set"),
+            ({"logits": True}, "logits must be the name of a submodule or a function"),
+            ({"reasons": ("strange",)}, "one or more of no prediction, novel, disagrees, ambiguous"),
             ({"refit_every_n_epochs": -1}, "refit_every_n_epochs must be an integer of at least 0"),
-            ({"max_fit_per_class": 0}, "max_fit_per_class must be an integer of at least 1"),
-            ({"stages": ("train",)}, "'validate', 'test', 'predict'"),
-            ({"file_format": "xml"}, "'csv', 'jsonl'"),
-            ({"refit_errors": "ignore"}, "'warn', 'raise'"),
+            ({"max_per_class": 0}, "max_per_class must be an integer of at least 1"),
+            ({"stages": ("train",)}, "no argument 'stages' any more: every stage is recorded"),
+            ({"file_format": "xml"}, "no argument 'file_format' any more: files are CSV"),
+            ({"refit_errors": "ignore"}, "no argument 'refit_errors' any more"),
+            ({"max_pool": 3}, "set the attribute max_pool"),
             ({"inputs": 3}, "inputs must be a function"),
             ({"novel_distance": 0.5}, "novel_distance at least 1"),
             ({"dirpath": __file__}, "is a file; name a folder"),
-            ({"threshold": 0.5, "flag_fraction": 0.2}, "Pass exactly one of threshold and flag_fraction"),
             ({"threshold": "0.5"}, "threshold must be a number; got '0.5'"),
-            ({"flag_fraction": "a"}, "flag_fraction must be a number"),
             ({"min_margin": None}, "min_margin must be a number"),
             ({"min_margin": math.nan}, "min_margin must be at least 0"),
             ({"novel_distance": math.nan}, "novel_distance at least 1"),
             ({"reasons": None}, "reasons must be a tuple of names"),
             ({"reasons": 3}, "reasons must be a tuple of names"),
-            ({"stages": None}, "stages must be a tuple of names"),
-            ({"stages": []}, "stages is empty"),
             ({"dirpath": 3}, "dirpath must be a path"),
             ({"dirpath": b"x"}, "dirpath must be a path"),
             ({"prefix": ""}, "prefix must be a non-empty string"),
@@ -97,6 +98,7 @@ class TestMisuse:
             ({"fit": {"bogus": 1}}, "fit has the unknown options 'bogus'; TrustHead.fit accepts 'dim'"),
         ],
     )
+    @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
     def test_invalid_arguments(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(MisconfigurationException, match=message):
             # Unwrapped, so that beartype does not reject the argument first.
@@ -163,6 +165,10 @@ class TestMisuse:
 
         with pytest.raises(MisconfigurationException, match="'idle' did not run in this step"):
             quiet_trainer(TrustMonitor("idle"), folder=tmp_path).fit(Idle(), loader(blobs(150)), loader(blobs(61, 1)))
+
+    def test_an_unknown_argument(self) -> None:
+        with pytest.raises(TypeError, match="unexpected argument 'flag_rates'"):
+            TrustMonitor("backbone", flag_rates=0.1)
 
     def test_no_forward(self, tmp_path: Path) -> None:
         class Stepwise(L.LightningModule):

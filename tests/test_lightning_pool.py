@@ -37,6 +37,12 @@ class TestPool:
         assert len(set(ids)) == 10
         assert min(ids) >= 60
         assert run.callback_metrics["trust/pool_n"] == 140
+        assert "p_value" in watch.scores["pool"].columns, "the pool is scored after the calibration"
+        answer, table = watch.stop_at(error=0.5), watch.scores["val"]
+        used = table.where(~table.columns["calibrates"] & (table.columns["reason"] < 0))
+        assert answer.points == len(used)
+        assert answer.errors == int((used.columns["network_label"] != used.columns["target"]).sum())
+        assert answer.stop == (answer.bound <= 0.5)
         with pytest.warns(UserWarning, match="fewer than the 999"):
             assert sorted(watch.query(999)) == list(range(60, 200))
         with pytest.raises(ValueError, match="k must be an integer of at least 1"):
@@ -67,6 +73,8 @@ class TestPool:
         watch, _, _ = fitted(tmp_path)
         with pytest.raises(MisconfigurationException, match="no scores of a pool"):
             watch.query(3)
+        with pytest.raises(MisconfigurationException, match="no labelled validation samples to bound"):
+            monitor().stop_at(error=0.1)
 
     @pytest.mark.parametrize("left", [0, 1, 3])
     def test_small_pools(self, tmp_path: Path, left: int) -> None:
@@ -81,12 +89,15 @@ class TestPool:
             assert watch.query(2) == []
             assert watch.scores["pool"]["trust"] == []
             watch.flagged["pool"].to_csv(tmp_path / "none.csv")
-            assert (tmp_path / "none.csv").read_text() == "id,trust,label,rule,reason,distance,margin\n"
+            assert (tmp_path / "none.csv").read_text() == (
+                "id,network_label,network_trust,network_margin,reason,trust,label,rule,distance,margin\n"
+            )
 
     def test_max_pool_scores_a_subset(self, tmp_path: Path) -> None:
         pool = LabelPool(blobs(200), labelled=range(60))
         seen: list[set[Any]] = []
-        watch = monitor(pool=pool, max_pool=30, on_flag=lambda *_: None)
+        watch = monitor(pool=pool, on_flag=lambda *_: None)
+        watch.max_pool = 30
         for _ in range(2):
             quiet_trainer(watch, folder=tmp_path, max_epochs=len(seen) + 1).fit(
                 Net(), datamodule=PoolDataModule(pool, val=blobs(20, 1), batch_size=16)

@@ -11,14 +11,18 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning_parts import Net, blobs, loader, quiet_trainer
 from lightning_processes import FIT, judge_all
 
 from sepc_torch import TrustMonitor
+from sepc_torch.training.subsets import calibration_half
 
 HERE = Path(__file__).parent
 # Seconds; several times the duration on a busy machine. Without a limit a deadlock would last for ever.
 LIMIT = 500
+# Of the 31 validation samples, those that do not calibrate the head.
+MEASURED = int((~calibration_half(torch.arange(31))).sum())
 
 
 def run_script(name: str, folder: Path) -> None:
@@ -40,11 +44,11 @@ def by_id(table: dict[str, list[Any]]) -> dict[int, dict[str, Any]]:
 def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     """61, 30 and 23 samples on two processes: padding is dropped, and every sample has the values of one process."""
     L.seed_everything(2, verbose=False)
-    watch, model = TrustMonitor("backbone", fit=FIT), Net()
+    watch, model = TrustMonitor("backbone", fit=FIT, max_cost=None), Net()
     trainer = quiet_trainer(watch, folder=tmp_path)
     trainer.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    again = TrustMonitor("backbone", fit=FIT)
+    again = TrustMonitor("backbone", fit=FIT, max_cost=None)
     alone = judge_all(quiet_trainer(again, folder=tmp_path), again, tmp_path / "one.ckpt")
     run_script("ddp", tmp_path)
     first, second = (read(tmp_path / f"rank{rank}.json") for rank in (0, 1))
@@ -52,16 +56,22 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     for stage, table in alone.items():
         other = by_id(first["stages"][stage])
         for name, row in by_id(table).items():
-            assert other[name] == pytest.approx(row, rel=1e-4), "batches of another size differ by rounding only"
+            # Batches of another size differ by rounding, which can move a p-value by a few ranks.
+            ranked = {key: row.pop(key) for key in ("p_value", "reason") if key in row}
+            same = {key: other[name][key] for key in row}
+            assert same == pytest.approx(row, rel=1e-3, abs=1e-3)
+            assert other[name]["p_value"] == pytest.approx(ranked["p_value"], abs=0.2)
+            assert (other[name]["reason"] < 0) == (ranked["reason"] < 0)
         assert other.keys() == by_id(table).keys()
     assert sorted(alone["val"]["id"]) == list(range(61))
     for left in (40, 3, 1, 0):
         found = first[f"pool {left}"]
         assert found["pool"] == list(range(93 - left, 93))
         assert len(found["ids"]) == min(2, left)
-        assert found["rows"] == found["n"] == 31, "counts are exact"
+        assert found["rows"] == 31, "counts are exact"
+        assert found["n"] == MEASURED
     assert "OSError: disk full" in first["on_flag"]
-    assert "OSError: disk full" in first["refit"]
+    assert first["refit failures"] == 1, "a failure of the main process is known to all"
     assert {path.name.partition("-")[0] for path in (tmp_path / "flags").glob("*.csv")} == {"val", "test", "predict"}
 
 
@@ -71,7 +81,7 @@ def test_spawned_processes_return_files(tmp_path: Path) -> None:
     found = read(tmp_path / "spawn.json")
     assert found["no_head"], "spawned processes do not return attributes; if they do now, update the docs"
     assert found["rows"] == 30
-    assert found["metrics"]["trust/val_n"] == 31
+    assert found["metrics"]["trust/val_n"] == MEASURED
     assert {"monitor.pt", "val-epoch=0-step=3.csv", "test-epoch=0-step=3.csv"} == set(found["files"])
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sepc_torch import TrustHead, TrustMonitor
+from sepc_torch.training.cost import CostMeter
 from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
-from sepc_torch.training.lightning.refitting import hash_ids, sample_per_class
+from sepc_torch.training.lightning.hooks import ActivePass
+from sepc_torch.training.subsets import calibration_half, hash_ids, sample_per_class
 
 Rng = np.random.Generator
 
@@ -60,7 +62,7 @@ class TestRefit:
                     )
                 super().on_validation_batch_end(trainer, pl_module, *rest)
 
-        watch, average = Seen("backbone", fit=FIT), EMAWeightAveraging(decay=0.9)
+        watch, average = Seen("backbone", fit=FIT, max_cost=None), EMAWeightAveraging(decay=0.9)
         callbacks = [watch, average] if first else [average, watch]
         quiet_trainer(*callbacks, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert watch.n_refits >= 2
@@ -164,22 +166,53 @@ class TestRefit:
             run.fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert calls == [150, 150, 150]
         assert watch.n_refits == 2
-        assert run.callback_metrics["trust/refit_failures"] == 1
-        calls.clear()
-        with pytest.raises(RuntimeError, match="no luck"):
-            quiet_trainer(monitor(fit=fit, refit_errors="raise"), folder=tmp_path).fit(
-                Net(), loader(blobs(150)), loader(blobs(61, 1))
-            )
+        assert run.callback_metrics["trust/head_refit_failures"] == 1
 
-    def test_max_fit_per_class(self, tmp_path: Path) -> None:
-        sizes = []
+    def test_refits_use_a_sample(self, tmp_path: Path) -> None:
+        sizes, passed = [], []
+
+        class Counting(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                if ActivePass.owner is not None:
+                    passed.append(len(x))
+                return super().forward(x)
 
         def fit(z: Tensor, y: Tensor) -> TrustHead:
             sizes.append(y.bincount().tolist())
             return TrustHead.fit(z, y, progress=False, **FIT)
 
-        fitted(tmp_path, fit=fit, max_fit_per_class=30)
+        run = quiet_trainer(monitor(fit=fit, max_per_class=30), folder=tmp_path)
+        run.fit(Counting(), loader(blobs(150)), loader(blobs(61, 1)))
         assert sizes == [[30, 30, 30]] * 2
+        half = int(calibration_half(torch.arange(61)).sum())
+        assert sum(passed) == 150 + half + 90 + half, "the first pass finds the sample, later ones read only the sample"
+
+    def test_expensive_refits_are_skipped(self, tmp_path: Path) -> None:
+        """The clock gives an epoch 10 seconds and a refit 4: at 15 % the next one is due after 27 seconds."""
+        seconds = [0.0]
+
+        def fit(z: Tensor, y: Tensor) -> TrustHead:
+            seconds[0] += 4.0
+            return TrustHead.fit(z, y, progress=False, **FIT)
+
+        class Epoch(L.Callback):
+            def on_train_epoch_start(self, *_: Any) -> None:
+                seconds[0] += 10.0
+
+        watch = monitor(fit=fit, max_cost=0.15)
+        watch.cost = CostMeter(lambda: seconds[0])
+        run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=4)
+        refits = []
+
+        class Count(L.Callback):
+            def on_validation_end(self, trainer: Any, *_: Any) -> None:
+                refits.append(watch.n_refits)
+
+        run.callbacks.append(Count())
+        run.fit(Net(), loader(blobs(96)), loader(blobs(61, 1)))
+        assert refits == [0, 1, 1, 2, 3], "no refit in the sanity check; one in the epochs 0 and 2 and in the last one"
+        assert run.callback_metrics["trust/cost"] == pytest.approx(12 / 40)
+        assert not watch._head_state.is_stale(run.lightning_module)
 
     def test_the_subset_does_not_depend_on_the_number_of_processes(self, rng: Rng) -> None:
         ids, labels = torch.from_numpy(rng.permutation(500)), torch.from_numpy(rng.integers(0, 4, 500))

@@ -1,7 +1,9 @@
-r"""Flagging of samples for review, the reason for each flag, and regions with too many confirmed mistakes.
+r"""Flags of a head that is not calibrated, the reason for each flag, and regions with too many confirmed mistakes.
 
-The reasons are
+A calibrated head flags by its joint score instead (:mod:`sepc_torch.training.assessment`). The reasons here are
 
+``no prediction``
+    the embedding holds NaN or infinity;
 ``novel``
     the sample lies outside every ellipsoid, and its Mahalanobis distance to the nearest exceeds ``novel_distance``;
 ``disagrees``
@@ -16,6 +18,7 @@ network's labels are given, otherwise those of the head's label.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +56,7 @@ class Criteria:
 
     threshold: float | None = 0.5
     flag_fraction: float | None = None
-    reasons: tuple[str, ...] = ("ambiguous", "novel")
+    reasons: tuple[str, ...] = REASONS
     min_margin: float = 1.1
     novel_distance: float = 2.0
 
@@ -104,8 +107,16 @@ class Judged(NamedTuple):
 
 
 def class_values(head: Head) -> Int[Tensor, "C"]:
-    """Integer values of the head's classes in a batch: the labels if they are integers, otherwise 0 to C - 1."""
-    classes = head.classes
+    """Integer values of the head's classes in a batch; see :func:`label_values`."""
+    return label_values(head.classes)
+
+
+def label_values(classes: Sequence[Any]) -> Int[Tensor, "C"]:
+    """Integer values of classes in a batch: the labels if they are integers, otherwise 0 to C - 1.
+
+    >>> label_values([3, 5]), label_values(["cat", "dog"])
+    (tensor([3, 5]), tensor([0, 1]))
+    """
     if all(isinstance(label, int) and not isinstance(label, bool) for label in classes):
         return torch.tensor(classes, dtype=torch.int64)
     return torch.arange(len(classes))
@@ -192,51 +203,23 @@ def find_reasons(judged: Judged, criteria: Criteria, agrees: Bool[Tensor, "B"]) 
     >>> [REASONS[r] if r >= 0 else "" for r in find_reasons(judged, Criteria(), c == 0)]
     ['', 'ambiguous', 'novel']
     """
-    novel = ((judged.rule == int(Rule.OUTSIDE)) & (judged.distance > criteria.novel_distance)) | (judged.label < 0)
+    invalid = judged.label < 0
+    novel = (judged.rule == int(Rule.OUTSIDE)) & (judged.distance > criteria.novel_distance) & ~invalid
     if criteria.threshold is None:
         assert criteria.flag_fraction is not None
         least = torch.zeros_like(novel)
         # Slightly less than the product, so that rounding does not turn 0.1 of 70 into 8.
         wanted = math.ceil(criteria.flag_fraction * len(novel) * (1.0 - 1e-12))
         least[safety(judged).argsort(stable=True)[:wanted]] = True
-        present = {"novel": novel & least, "disagrees": ~agrees & least, "ambiguous": least}
+        present = {"no prediction": invalid, "novel": novel & least, "disagrees": ~agrees & least, "ambiguous": least}
     else:
         unsure = (judged.network_trust < criteria.threshold) | (judged.network_margin < criteria.min_margin)
-        present = {"novel": novel, "disagrees": ~agrees, "ambiguous": unsure}
+        present = {"no prediction": invalid, "novel": novel, "disagrees": ~agrees, "ambiguous": unsure}
     reason = torch.full(novel.shape, -1, dtype=torch.int64, device=novel.device)
     for code in reversed(range(len(REASONS))):
         if REASONS[code] in criteria.reasons:
             reason[present[REASONS[code]]] = code
     return reason
-
-
-def summary(
-    trust: Float[Tensor, "B"], reason: Int[Tensor, "B"], right: Bool[Tensor, "B"] | None, finite: Bool[Tensor, "B"]
-) -> dict[str, float]:
-    """Summary statistics of one stage: mean and 5 % quantile of trust, flags by reason, accuracy with and without flag.
-
-    ``right`` marks the samples whose evaluated label is the true one; None without targets. The keys are always the
-    same, so that callbacks can monitor them; an undefined value is NaN.
-
-    >>> summary(torch.tensor([1.0, 0.5]), torch.tensor([-1, 2]), torch.tensor([True, False]), torch.ones(2) > 0)
-    {'n': 2.0, 'mean': 0.75, 'p05': 0.525..., 'flagged': 1.0, 'flagged_frac': 0.5, 'novel_frac': 0.0,
-     'disagrees_frac': 0.0, 'ambiguous_frac': 0.5, 'nonfinite': 0.0, 'acc_trusted': 1.0, 'acc_flagged': 0.0}
-    """
-    flagged = reason >= 0
-    n = len(trust)
-    found = {
-        "n": float(n),
-        "mean": float(trust.double().mean()),  # NaN for an empty tensor
-        "p05": float(np.quantile(trust.double().numpy(), 0.05)) if n else math.nan,
-        "flagged": float(flagged.sum()),
-        "flagged_frac": float(flagged.double().mean()),
-    }
-    for code, name in enumerate(REASONS):
-        found[f"{name}_frac"] = float((reason == code).double().mean())
-    found["nonfinite"] = float((~finite).sum())
-    for name, chosen in (("acc_trusted", ~flagged), ("acc_flagged", flagged)):
-        found[name] = math.nan if right is None else float(right[chosen].double().mean())
-    return found
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import count
+from sepc_torch.head.conformal import check_share, upper_bound
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Float, Int
 from sepc_torch.training.flagging import Criteria, Judged
@@ -23,6 +24,8 @@ from sepc_torch.training.selection import Method, select
 BETA = 5.0
 # Fraction of a query reserved for novel samples, far outside every ellipsoid.
 NOVEL_SHARE = 0.1
+# Allowed share of ordinary samples among those that p-values call novel; a query reserves few places for them.
+FALSE_NOVELTY = 0.1
 # If a larger fraction of the pool is novel, novelty does not distinguish samples, and the query ignores it.
 _MOST_NOVEL = 0.5
 
@@ -47,15 +50,77 @@ class Candidates(NamedTuple):
         emb: Float[Tensor, "B D"],
         logits: Float[Tensor, "B C"] | None = None,
         novel_distance: float = Criteria.novel_distance,
+        p_value: Float[Tensor, "B"] | None = None,
     ) -> Candidates:
         """Build candidates from a head's predictions and, if given, the network's logits.
 
-        The head defines novelty. Ambiguity comes from the logits if they are given, otherwise from the head: the head
-        uses the labelled samples only, while the network also carries its pretraining.
+        The head defines novelty: by the p-values of a calibrated head (:func:`discoveries`), otherwise by the distance
+        to its ellipsoids. Ambiguity comes from the margin of the network's probabilities if logits are given, otherwise
+        from the head: the head uses the labelled samples only, while the network also carries its pretraining.
         """
         ambiguity = head_ambiguity(judged.margin) if logits is None else posterior_ambiguity(logits.softmax(dim=1))
-        novel = (judged.rule == int(Rule.OUTSIDE)) & (judged.distance > novel_distance) & (judged.label >= 0)
-        return cls(torch.where(judged.label >= 0, ambiguity.double(), 0.0), novel, emb)
+        valid = judged.label >= 0
+        if p_value is None:
+            novel = (judged.rule == int(Rule.OUTSIDE)) & (judged.distance > novel_distance)
+        else:
+            novel = discoveries(torch.where(valid, p_value.double(), 1.0))
+        return cls(torch.where(valid, ambiguity.double(), 0.0), novel & valid, emb)
+
+
+class Stop(NamedTuple):
+    """Answer to the question whether to stop labelling; see :func:`stopping_rule`.
+
+    Attributes:
+        stop: Whether the bound is at most the allowed error.
+        bound: Upper confidence bound of the share of wrong labels among the accepted ones; 1 without points.
+        points: Number of labelled held-out samples that the head accepts.
+        errors: Number of these whose label is wrong.
+    """
+
+    stop: bool
+    bound: float
+    points: int
+    errors: int
+
+
+def stopping_rule(accepted: Bool[Tensor, "M"], right: Bool[Tensor, "M"], error: float, delta: float = 0.05) -> Stop:
+    r"""Decide whether the labels that the head accepts in the rest of the pool are good enough to stop labelling.
+
+    Of n accepted held-out samples e have a wrong label. The Clopper-Pearson bound is the largest share r of wrong
+    labels for which at most e errors still have the probability :math:`P(\mathrm{Bin}(n, r) \le e) = \delta`. It holds
+    with probability :math:`1 - \delta` for samples drawn like the held-out ones, if these had no part in the training,
+    the calibration and the threshold. Every further question has its own :math:`\delta`.
+
+    Args:
+        accepted: Whether the head accepts each held-out sample.
+        right: Whether its label is right.
+        error: The allowed share of wrong labels, above 0.
+        delta: The allowed probability that the bound fails.
+
+    >>> yes = torch.ones(59, dtype=torch.bool)
+    >>> stopping_rule(yes, yes, error=0.05)
+    Stop(stop=True, bound=0.0495..., points=59, errors=0)
+    """
+    error, delta = check_share(error, "error"), check_share(delta, "delta")
+    points, errors = int(accepted.sum()), int((accepted & ~right).sum())
+    bound = upper_bound(errors, points, delta)
+    return Stop(bound <= error, bound, points, errors)
+
+
+def discoveries(p_value: Float[Tensor, "B"], level: float = FALSE_NOVELTY) -> Bool[Tensor, "B"]:
+    r"""Novel samples by the procedure of Benjamini and Hochberg: on average at most a share ``level`` is not novel.
+
+    The k smallest p-values are chosen, with the largest k for which the k-th is at most :math:`\frac{k}{B}` times the
+    level. Conformal p-values keep the promise (Bates et al. 2023). In a pool without novel samples few are chosen,
+    however large it is; a fixed threshold of 5 % would choose every twentieth.
+
+    >>> discoveries(torch.tensor([0.001, 0.5, 0.02, 0.9]))
+    tensor([ True, False,  True, False])
+    """
+    ordered = p_value.sort().values
+    ranks = torch.arange(1, len(ordered) + 1, dtype=ordered.dtype)
+    passing = (ordered <= level * ranks / max(len(ordered), 1)).nonzero()
+    return p_value <= ordered[passing[-1]] if len(passing) else torch.zeros_like(p_value, dtype=torch.bool)
 
 
 def posterior_ambiguity(probability: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:

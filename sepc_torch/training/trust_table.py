@@ -1,4 +1,4 @@
-"""Table of predictions with one row per sample: sorted by trust, filtered by flag, written as CSV or JSON lines."""
+"""Table of predictions with one row per sample: the least safe first, filtered by flag, as CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from torch import Tensor
 from sepc_torch.data import files
 from sepc_torch.data.csv_cells import escape_cell, quoting
 from sepc_torch.data.text_table import printable, text_table
+from sepc_torch.head.reasons import Reason
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Int
 
 # Reasons to flag a sample, in order of priority; a table holds their index, -1 for samples without a flag.
-REASONS = ("novel", "disagrees", "ambiguous")
+REASONS = tuple(reason.text for reason in Reason if reason != Reason.ACCEPTED)
 # Number of rows that a printed table shows.
 _SHOWN = 10
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrustTable:
-    """Predictions with one row per sample, in order of increasing trust.
+    """Predictions with one row per sample, the least safe first: in order of joint score, else of trust.
 
     Attributes:
         ids: Ids of the samples: integers or text.
-        columns: Tensors (B,) by name: ``trust``, ``label``, ``rule``, ``reason``, ``distance``, ``margin`` and, if
-            known, ``network_label``, ``network_trust``, ``network_margin``, ``target``. ``label``, ``rule`` and
-            ``reason`` hold codes.
+        columns: Tensors (B,) by name: ``trust``, ``label``, ``rule``, ``reason``, ``distance``, ``margin``; if known,
+            ``network_label``, ``network_trust``, ``network_margin``, ``target``; of a calibrated head ``joint``,
+            ``confidence``, ``p_value``. ``label``, ``rule`` and ``reason`` hold codes.
         classes: The class labels, indexed by the codes in ``label``.
 
-    >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 2])}
+    >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 3])}
     >>> table = TrustTable.of([7, 8], columns, classes=["cat", "dog"])
     >>> print(table)
     id   trust  label  reason
@@ -54,9 +55,9 @@ class TrustTable:
 
     @classmethod
     def of(cls, ids: Sequence[int | str], columns: Mapping[str, Tensor], classes: Sequence[Any]) -> TrustTable:
-        """Build a table sorted by trust, then margin, then id."""
+        """Build a table sorted by joint score if there is one, then by trust, then margin, then id."""
         table = cls(tuple(ids), dict(columns), list(classes))
-        keys = [columns[name].numpy() for name in ("margin", "trust") if name in columns]
+        keys = [columns[name].numpy() for name in ("margin", "trust", "joint") if name in columns]
         return table.take(torch.from_numpy(np.lexsort((np.array(table.ids), *keys))) if len(table) else torch.arange(0))
 
     def __len__(self) -> int:

@@ -1,60 +1,68 @@
-"""Base class ``MonitorCore`` of ``TrustMonitor``: refits, stage records, tables and queries, without hooks.
+"""Base class ``MonitorCore`` of ``TrustMonitor``: refits, calibration, stage records and tables, no hooks.
 
 ``monitor`` adds the hooks that call these methods.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sepc_torch.data import files
-from sepc_torch.data.arrays import count
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.partitioning.landscape import SmallDisjunct
-from sepc_torch.training import Candidates, LabelPool, choose
-from sepc_torch.training.flagging import Criteria, Head, Judged
+from sepc_torch.training import LabelPool
+from sepc_torch.training.assessment import (
+    calibrated_copy,
+    class_count,
+    is_calibrated,
+    logged_names,
+    no_numbers,
+    pool_numbers,
+)
+from sepc_torch.training.cost import CostMeter
+from sepc_torch.training.flagging import Head
 from sepc_torch.training.lightning import settings
-from sepc_torch.training.lightning.distributed import on_rank_zero
+from sepc_torch.training.lightning.batches import on_rank_zero
 from sepc_torch.training.lightning.head_state import HeadState
-from sepc_torch.training.lightning.hooks import Capture, Source
-from sepc_torch.training.lightning.lightning_names import MisconfigurationException
+from sepc_torch.training.lightning.hooks import Capture, Captures, LogitsFinder, Source
 from sepc_torch.training.lightning.pooling import PoolScores, find_label_pool, find_pool, has_pool
-from sepc_torch.training.lightning.refitting import fit_rows, fit_samples, is_augmented
-from sepc_torch.training.lightning.settings import Functions
+from sepc_torch.training.lightning.refitting import FitSample, calibration_rows, fit_rows, fit_samples, is_augmented
+from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
 from sepc_torch.training.lightning.stage_results import (
     StageRecords,
     StageResult,
     StageTables,
-    empty_summary,
+    checked_logits,
     stage_result,
 )
-from sepc_torch.training.query import BETA, NOVEL_SHARE
-from sepc_torch.training.selection import Method
 from sepc_torch.training.trust_table import TrustTable
 
-# File in `dirpath` through which spawned processes return the head to the main process.
-_SNAPSHOT = "monitor.pt"
 # Names of the stages in logs, attributes and files.
 _SHORT = {"validate": "val", "test": "test", "predict": "predict"}
+# Largest number of samples of a pool to score after a refit; a larger pool gives a different subset after each refit.
+_MOST_POOL = 50_000
 
-
-def pool_numbers(numbers: Mapping[str, float], seconds: float = math.nan) -> dict[str, float]:
-    """Summary statistics of the pool under their logged names, without the accuracies, which need labels."""
-    named = {f"pool_{name}": value for name, value in numbers.items() if not name.startswith("acc_")}
-    return {**named, "pool_seconds": seconds}
+_log = logging.getLogger(__name__)
 
 
 class MonitorCore:
-    """State and methods of a monitor, without Lightning's hooks; see ``TrustMonitor`` for the arguments."""
+    """State and methods of a monitor, without Lightning's hooks; see ``TrustMonitor`` for the arguments.
+
+    Attributes:
+        flagged, scores: Tables by stage.
+        disjuncts: Regions with more confirmed mistakes than tolerated, at the last refit.
+        max_pool: Score at most this number of samples of the pool; None for all.
+        cost: Time that the monitor takes.
+    """
 
     log_dict: Any  # set by the Trainer
 
@@ -62,69 +70,63 @@ class MonitorCore:
         self,
         embed: Source,
         *,
+        logits: Source | bool | None = None,
         head: Head | None = None,
         fit: Mapping[str, Any] | Callable[[Tensor, Tensor], Head] | None = None,
-        refit_every_n_epochs: int = 1,
         fit_data: Any = None,
-        max_fit_per_class: int | None = 2000,
+        max_per_class: int | None = 100,
+        calibrate: Any = None,
+        flag_rate: float = 0.05,
+        risk: float | None = None,
+        refit_every_n_epochs: int = 1,
+        max_cost: float | None = 0.15,
         pool: Any = None,
-        max_pool: int | None = None,
-        threshold: float | None = settings.UNSET_THRESHOLD,
-        flag_fraction: float | None = None,
-        reasons: Collection[str] = Criteria.reasons,
-        min_margin: float = Criteria.min_margin,
-        novel_distance: float = Criteria.novel_distance,
         inputs: Callable[[Any], Any] | None = None,
         labels: Callable[[Any], Any] | None = None,
         ids: Callable[[Any], Any] | str | None = None,
-        logits: Source | None = None,
-        stages: Collection[str] = settings.STAGES,
         dirpath: str | os.PathLike[str] | None = None,
-        file_format: str = "csv",
         on_flag: Callable[[Any, str, TrustTable], None] | None = None,
         prefix: str = "trust",
-        refit_errors: str = "warn",
+        **old: Any,
     ) -> None:
+        renamed = settings.rename_old(old)
+        flag_rate = renamed.pop("flag_rate", flag_rate)
+        max_per_class = renamed.pop("max_per_class", max_per_class)
         settings.check_source("embed", embed)
+        settings.check_logits(logits)
         settings.check_head(head)
         settings.check_fit(fit)
         settings.check_functions(inputs=inputs, labels=labels, on_flag=on_flag)
         settings.check_ids(ids)
         settings.check_data("fit_data", fit_data, (DataLoader,), "an indexable data set, a loader")
+        settings.check_data("calibrate", calibrate, (DataLoader,), "an indexable data set, a loader")
         settings.check_data("pool", pool, (DataLoader, LabelPool), "a LabelPool, an indexable data set, a loader")
-        self.criteria = settings.criteria(
-            threshold, flag_fraction, reasons, min_margin=min_margin, novel_distance=novel_distance
-        )
-        if logits is not None:
-            settings.check_source("logits", logits)
-        elif "disagrees" in self.criteria.reasons:
-            raise MisconfigurationException(
-                "The reason 'disagrees' compares the network's labels with the head's, so it needs the logits: "
-                "TrustMonitor(..., logits='classifier')."
-            )
+        self.flag_rate = settings.check_rate("flag_rate", flag_rate)
+        self.risk = None if risk is None else settings.check_rate("risk", risk)
+        self.criteria = settings.criteria(self.flag_rate, **renamed)
         self.refit_every_n_epochs = settings.check_count("refit_every_n_epochs", refit_every_n_epochs, 0)
-        self.max_fit_per_class = settings.check_optional_count("max_fit_per_class", max_fit_per_class, 1)
-        self.max_pool = settings.check_optional_count("max_pool", max_pool, 1)
-        self.stages = settings.check_stages(stages)
-        self.file_format = settings.check_choice("file_format", file_format, settings.FORMATS)
-        self.refit_errors = settings.check_choice("refit_errors", refit_errors, settings.POLICIES)
+        self.max_per_class = settings.check_optional_count("max_per_class", max_per_class, 1)
+        self.max_cost = settings.check_cost(max_cost)
+        self.max_pool: int | None = _MOST_POOL
         self.dirpath: Path | None = settings.check_folder(dirpath)
-        self.fit_data = fit_data
-        self.pool = pool
+        self.fit_data, self.calibrate, self.pool = fit_data, calibrate, pool
         self.prefix = settings.check_prefix(prefix)
         self.flagged, self.scores = StageTables(), StageTables()
         self.disjuncts: tuple[SmallDisjunct, ...] = ()
+        self.cost = CostMeter()
         self._functions = Functions(inputs, labels, ids, fit, on_flag)
-        self._captures = {"emb": Capture(embed, "embed", prefix)}
-        if logits is not None:
+        self._captures: Captures = {"emb": Capture(embed, "embed", prefix)}
+        if logits is None:
+            self._captures["logits"] = LogitsFinder(embed, prefix)
+        elif not isinstance(logits, bool):
             self._captures["logits"] = Capture(logits, "logits", prefix)
         self._head_state = HeadState(head)
+        self._fit_sample = FitSample()
         self._pool_scores = PoolScores()
         self._records = StageRecords(self._captures, self._functions)
-        self._pending: dict[str, float] = {}
-        self._pool_numbers = pool_numbers(empty_summary())
-        self._augmentation_checked = False
-        self._tried_step = -1
+        self._pending, self._pool_numbers = dict[str, float](), dict[str, float]()
+        self._augmentation_checked, self._said = False, set[str]()
+        self._tried_step, self._skipped_step = -1, -1
 
     @property
     def head(self) -> Head | None:
@@ -145,33 +147,6 @@ class MonitorCore:
     def n_refits(self) -> int:
         """Number of successful fits."""
         return self._head_state.refits
-
-    def query(
-        self, k: int, *, method: Method = "kmeans", beta: float = BETA, novel_share: float = NOVEL_SHARE
-    ) -> list[int]:
-        """Ids of k samples of the pool to label next: ambiguous samples, spread out, and a few novel ones.
-
-        The result is equal on every process. With ``logits`` the ambiguity comes from the network, otherwise from the
-        head. The network's ambiguity selects better while labels are few (``experiments/active_learning.py``, digits
-        with a trained network and at most 20 labels per class). Samples that a ``LabelPool`` has labelled since the
-        last scores are left out. See :func:`~sepc_torch.training.choose` for the arguments.
-        """
-        k = count(k, "k", least=1)
-        rows = self._pool_scores.unlabelled()
-        if rows is None:
-            raise MisconfigurationException(
-                "There are no scores of a pool to choose from. Pass TrustMonitor(pool=...) or a data module with "
-                "pool_dataloader(), then fit: the pool is scored after every refit."
-            )
-        if not rows or len(rows["id"]) == 0:
-            return []
-        if k > len(rows["id"]):
-            warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.", stacklevel=2)
-        judged = Judged(**{name: rows[name] for name in Judged._fields})
-        candidates = Candidates.of(judged, rows["emb"], rows.get("logits"), self.criteria.novel_distance)
-        labelled = self._head_state.rows.get("emb")
-        chosen = choose(candidates, k, labelled, method=method, beta=beta, novel_share=novel_share)
-        return rows["id"][chosen].tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: the head and the step of its fit, as tensors and plain values."""
@@ -196,10 +171,11 @@ class MonitorCore:
     def _maybe_refit(self, trainer: Any, module: Any, *, first: bool = False) -> None:
         """Refit if the schedule says so or too many new labels contradict the head; at most once per global step.
 
-        ``first`` ignores the schedule, because there is no head to validate with; 0 still disables refits.
+        ``first`` ignores the schedule, because there is no head to validate with; 0 still disables refits. A scheduled
+        refit is skipped while the monitor has cost more than ``max_cost``, unless there is a pool to score.
         """
         every, epoch, step = self.refit_every_n_epochs, int(trainer.current_epoch), int(trainer.global_step)
-        if not every or step == self._tried_step:
+        if not every or step in (self._tried_step, self._skipped_step):
             return
         pool = find_label_pool(trainer, module, self.pool)
         self.disjuncts = () if pool is None else self._pool_scores.disjuncts(pool)
@@ -211,40 +187,88 @@ class MonitorCore:
                 "refitted.",
                 stacklevel=2,
             )
-        if first or (epoch + 1) % every == 0 or epoch + 1 == trainer.max_epochs or self.disjuncts:
+        if first or epoch + 1 == trainer.max_epochs or self.disjuncts:
             self._refit(trainer, module)
+        elif (epoch + 1) % every == 0:
+            # The clocks of the processes differ, so one of them decides.
+            affordable = trainer.strategy.broadcast(self.cost.affords(self.max_cost))
+            if affordable or has_pool(trainer, module, self.pool):
+                self._refit(trainer, module)
+            else:
+                self._skipped_step = step
 
     def _refit(self, trainer: Any, module: Any) -> None:
-        """Refit the head to the current weights, score the pool, and write the head to ``dirpath``."""
+        """Refit the head to the current weights, calibrate it, score the pool, and write the head to ``dirpath``."""
         self._tried_step = int(trainer.global_step)
         self._attach(module)
         samples = fit_samples(trainer, self.fit_data, find_label_pool(trainer, module, self.pool))
         self._check_augmentation(trainer, module, samples.dataset)
         functions = self._functions
-        rows = fit_rows(
-            trainer,
-            module,
-            samples,
-            self._captures["emb"],
-            functions.inputs,
-            functions.labels,
-            self.max_fit_per_class,
-        )
-        fitted = self._head_state.refit(trainer, module, rows, functions.fit, stop=self.refit_errors == "raise")
-        self._pending |= self._refit_numbers()
+        rows = fit_rows(trainer, module, samples, self._captures, functions, self.max_per_class, self._fit_sample)
+        fitted = self._head_state.refit(trainer, module, rows, functions.fit)
         if fitted:
+            self._calibrate(trainer, module)
             self._score_pool(trainer, module)
             if self.dirpath is not None and not trainer.fast_dev_run:
-                on_rank_zero(trainer, f"writing to {self.dirpath}", self._write_snapshot)
+                folder = self.dirpath
+                on_rank_zero(trainer, f"writing to {folder}", lambda: self._head_state.write(folder))
+        self._pending |= self._refit_numbers()
+
+    def _calibrate(self, trainer: Any, module: Any) -> None:
+        """Calibrate the head with the current weights, on ``calibrate=`` or half of the validation samples."""
+        head = self.head
+        if not isinstance(head, TrustHead):
+            return
+        self._attach(module)
+        self._expect_classes()
+        rows = calibration_rows(trainer, module, self.calibrate, self._captures, self._functions)
+        if rows is not None and len(rows["id"]):
+            logits = None if "logits" not in rows else checked_logits(head, rows["logits"])
+            found = on_rank_zero(
+                trainer,
+                "the calibration",
+                lambda: calibrated_copy(
+                    head, rows["emb"], rows["target"], logits, flag_rate=self.flag_rate, risk=self.risk
+                ),
+            )
+            if found is not None:
+                self._head_state.calibrated(found, module)
+        self._say_once(trainer)
+
+    def _say_once(self, trainer: Any) -> None:
+        """Say in the log which labels are judged and whether the head is calibrated, once for each."""
+        finder = self._captures.get("logits")
+        texts = {"labels": finder.finding} if isinstance(finder, LogitsFinder) else {}
+        if not is_calibrated(self.head, self._has_network):
+            texts["calibration"] = (
+                "the head is not calibrated, because fewer than 20 labelled samples can be used; flags promise no "
+                "rate. Validate on more samples, or pass calibrate=."
+            )
+        for name in texts.keys() - self._said:
+            self._said.add(name)
+            if trainer.is_global_zero:
+                _log.info("TrustMonitor: %s", texts[name])
+
+    @property
+    def _has_network(self) -> bool:
+        """Whether the network's labels are judged, or, before the logits were looked for, whether they may be."""
+        finder = self._captures.get("logits")
+        return finder is not None and (not isinstance(finder, LogitsFinder) or finder.source is not None)
+
+    def _expect_classes(self) -> None:
+        """Tell the search for logits how many classes there are."""
+        finder = self._captures.get("logits")
+        if isinstance(finder, LogitsFinder) and self.head is not None:
+            finder.classes = class_count(self.head)
 
     def _refit_numbers(self) -> dict[str, float]:
         """Refit statistics to log."""
         state = self._head_state
         return {
-            "refits": float(state.refits),
-            "refit_failures": float(state.failures),
-            "refit_seconds": state.seconds,
-            "small_disjuncts": float(len(self.disjuncts)),
+            "head_refits": float(state.refits),
+            "head_refit_failures": float(state.failures),
+            "head_small_disjuncts": float(len(self.disjuncts)),
+            "cost": self.cost.share(),
         }
 
     def _check_augmentation(self, trainer: Any, module: Any, dataset: Any) -> None:
@@ -265,31 +289,30 @@ class MonitorCore:
         if source is None:
             return
         head = self._head_state.on(module.device)
+        self._expect_classes()
         rows = self._pool_scores.score(
             trainer,
             module,
             source,
             head,
             self._captures,
-            self._functions.inputs,
+            self._functions,
             self.max_pool,
             find_label_pool(trainer, module, self.pool),
         )
-        found = stage_result(rows, [], head, self.criteria, "logits" in self._captures)
+        found = stage_result(rows, [], head, self.criteria, "logits" in rows if rows else self._has_network)
         self._publish(trainer, "pool", found)
-        self._pool_numbers = pool_numbers(found.numbers, self._pool_scores.seconds)
+        self._pool_numbers = pool_numbers(found.numbers)
         self._pending |= self._pool_numbers
 
     def _begin(self, trainer: Any, module: Any, stage: str, loaders: Any) -> None:
         """Begin to record a stage; outside of training, check that there is a head and that it fits the weights."""
         self._attach(module)
-        if stage not in self.stages:
-            return
         self._records.begin(loaders)
         if trainer.state.fn == "fit":
             return
-        if self.head is None:
-            self._read_snapshot()
+        if self.head is None and self.dirpath is not None:
+            self._head_state.read(self.dirpath)
         if self.head is None:
             raise MisconfigurationException(
                 f"There is no head to {stage} with. Fit with this monitor first, load a checkpoint of a fit "
@@ -306,9 +329,10 @@ class MonitorCore:
 
     def _judge(self, trainer: Any, module: Any, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
         """Evaluate the head on a batch and record its rows."""
-        if self.head is None or stage not in self.stages or trainer.sanity_checking:
+        if self.head is None or trainer.sanity_checking:
             self._records.clear()
             return
+        self._expect_classes()
         with trainer.precision_plugin.forward_context():  # for embed= and logits= functions that run the module
             self._records.add(self._head_state.on(module.device), module, batch, batch_idx, loader)
 
@@ -317,32 +341,26 @@ class MonitorCore:
 
         A callback that monitors a name fails if the name is missing, so undefined numbers are logged as NaN.
         """
-        fitting = trainer.state.fn == "fit"
-        if trainer.sanity_checking or not (fitting or stage in self.stages):
+        if trainer.sanity_checking:
             return {}
         numbers: dict[str, float] = {}
         many = len(self._records.recorders)
         names = [_SHORT[stage]] if many == 1 else [f"{_SHORT[stage]}_{number}" for number in range(many)]
-        if stage not in self.stages:
-            pass  # nothing was recorded; refit statistics are still logged
-        elif self.head is None:
-            numbers |= {f"{name}_{key}": value for name in names for key, value in empty_summary().items()}
+        if self.head is None:
+            missing = no_numbers("logits" in self._captures)
+            numbers |= {key: value for name in names for key, value in logged_names(name, missing).items()}
         else:
-            for name, each in zip(names, self._records.finish(trainer, self.head, self.criteria), strict=True):
+            halved = stage == "validate" and self.calibrate is None
+            for name, each in zip(names, self._records.finish(trainer, self.head, self.criteria, halved), strict=True):
                 numbers |= self._publish(trainer, name, each)
-        if fitting:
+        if trainer.state.fn == "fit":
             age = int(trainer.global_step) - self.fit_step
-            numbers["partition_age_steps"] = float(age) if self.fit_step >= 0 else math.nan
+            numbers["head_age_steps"] = float(age) if self.fit_step >= 0 else math.nan
             numbers |= self._refit_numbers()
             if has_pool(trainer, module, self.pool):
-                numbers |= self._pool_numbers
-        return numbers | {"n_ellipsoids": float(self._n_ellipsoids)}
-
-    @property
-    def _n_ellipsoids(self) -> int:
-        """Number of ellipsoids of the head; 0 without a head."""
-        head = self.head
-        return 0 if head is None else len(head.bank if isinstance(head, SEPC) else head.sepc.bank)
+                numbers |= self._pool_numbers or pool_numbers(no_numbers("logits" in self._captures))
+        bank = () if self.head is None else (self.head if isinstance(self.head, SEPC) else self.head.sepc).bank
+        return numbers | {"head_ellipsoids": float(len(bank))}
 
     def _publish(self, trainer: Any, name: str, found: StageResult) -> dict[str, float]:
         """Store the tables, write them to files, call ``on_flag``, and return the numbers by their logged names."""
@@ -353,7 +371,7 @@ class MonitorCore:
         on_flag = self._functions.on_flag
         if on_flag is not None:
             on_rank_zero(trainer, "on_flag", lambda: on_flag(trainer, name, flagged))
-        return {f"{name}_{key}": value for key, value in found.numbers.items()}
+        return logged_names(name, found.numbers)
 
     def _write(self, trainer: Any, name: str, flagged: TrustTable) -> None:
         """Write the table of flagged samples to ``dirpath``."""
@@ -362,25 +380,9 @@ class MonitorCore:
         epoch = int(trainer.current_epoch) if fitting else self.fit_epoch
         step = int(trainer.global_step) if fitting else self.fit_step
         when = f"-epoch={epoch}-step={step}" if epoch >= 0 else ""  # -1 for a head given by the user
-        path = self._folder() / f"{name}{when}.{self.file_format}"
-        if self.file_format == "csv":
-            flagged.to_csv(path)
-        else:
-            flagged.to_jsonl(path)
-
-    def _folder(self) -> Path:
-        """The output folder, created if necessary."""
         assert self.dirpath is not None
         self.dirpath.mkdir(parents=True, exist_ok=True)
-        return self.dirpath
-
-    def _write_snapshot(self) -> None:
-        with files.replacing(self._folder() / _SNAPSHOT) as temporary:
-            torch.save(self.state_dict(), temporary)
-
-    def _read_snapshot(self) -> None:
-        if self.dirpath is not None and (self.dirpath / _SNAPSHOT).is_file():
-            self.load_state_dict(torch.load(self.dirpath / _SNAPSHOT, weights_only=True))
+        flagged.to_csv(self.dirpath / f"{name}{when}.csv")
 
     def _log(self, trainer: Any, numbers: Mapping[str, float]) -> None:
         """Log numbers through Lightning on every process, and clear the pending ones."""

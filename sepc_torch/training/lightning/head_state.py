@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data import files
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.shapes import Float
 from sepc_torch.training.flagging import Head
-from sepc_torch.training.lightning.distributed import RankZeroError, Rows
+from sepc_torch.training.lightning.batches import RankZeroError, Rows
 from sepc_torch.training.lightning.refitting import fit_head
 
 # Relative tolerance between fingerprints. Another order of summation, as on another device, changes them by less; a
 # training step changes them by more.
 _SAME_WEIGHTS = 1e-9
+# File of the state in the monitor's `dirpath`.
+_SNAPSHOT = "monitor.pt"
 
 
 def head_bytes(head: Head) -> Tensor:
@@ -71,7 +72,6 @@ class HeadState:
         head: The head, or None before the first fit.
         fit_epoch, fit_step: Epoch and global step of the last fit; -1 for a head given by the user.
         refits, failures: Number of fits that succeeded and that failed.
-        seconds: Duration of the last fit; NaN before the first.
         rows: Embeddings and labels of the last fit; empty after loading a state.
     """
 
@@ -79,36 +79,33 @@ class HeadState:
         self.head = head
         self.fit_epoch, self.fit_step = -1, -1
         self.refits, self.failures = 0, 0
-        self.seconds = math.nan
         self.rows: Rows = {}
         self._weights: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "rows": {}}
 
-    def refit(self, trainer: Any, module: Any, rows: Rows, fit: Any, stop: bool) -> bool:
-        """Fit a new head to rows and return whether this succeeded.
-
-        If the fit fails, keep the old head and warn or, with ``stop``, raise the error.
-        """
-        begun = time.perf_counter()
+    def refit(self, trainer: Any, module: Any, rows: Rows, fit: Any) -> bool:
+        """Fit a new head to rows and return whether this succeeded; if it fails, keep the old head and warn."""
         try:
             # On the CPU; `on` moves the head to the device of the embeddings.
             self.head = fit_head(trainer, rows, fit)
         except RankZeroError as error:
-            if stop:
-                raise
             self.failures += 1
             kept = "the previous head stays in use" if self.head is not None else "there is no head yet"
             if trainer.is_global_zero:
                 warnings.warn(f"{error} Training continues; {kept}.", stacklevel=2)
             return False
-        self.seconds = time.perf_counter() - begun
         self.rows = rows
         self.fit_epoch, self.fit_step = int(trainer.current_epoch), int(trainer.global_step)
         self.refits += 1
         self._weights = fingerprint(module)
         return True
+
+    def calibrated(self, head: TrustHead, module: Any) -> None:
+        """Use a calibrated copy of the head; its promises hold for the module's current weights."""
+        self.head = head
+        self._weights = fingerprint(module)
 
     def on(self, device: torch.device) -> Head:
         """Move the head to a device and return it."""
@@ -117,7 +114,7 @@ class HeadState:
         return self.head
 
     def is_stale(self, module: Any) -> bool:
-        """Whether the module's weights differ from those that the head was fitted to."""
+        """Whether the module's weights differ from those that the head was last fitted to or calibrated with."""
         return self._weights is not None and not same_weights(self._weights, fingerprint(module))
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,3 +139,14 @@ class HeadState:
             self.head = head_from_bytes(state["head"], state["kind"])
             self._weights = state["weights"].clone() if "weights" in state else None
         self.rows = {}
+
+    def write(self, folder: Path) -> None:
+        """Write the state to a folder, through which spawned processes return it to the main process."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.replacing(folder / _SNAPSHOT) as temporary:
+            torch.save(self.state_dict(), temporary)
+
+    def read(self, folder: Path) -> None:
+        """Read the state from a folder, if there is one."""
+        if (folder / _SNAPSHOT).is_file():
+            self.load_state_dict(torch.load(folder / _SNAPSHOT, weights_only=True))

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from sepc_torch.shapes import Int
-from sepc_torch.training.lightning.batches import batch_inputs, batch_rows
-from sepc_torch.training.lightning.distributed import Rows
-from sepc_torch.training.lightning.hooks import ActivePass, Capture, check_widths, read_all
-from sepc_torch.training.lightning.lightning_names import MisconfigurationException
+from sepc_torch.training.lightning.batches import Rows, batch_inputs, batch_rows
+from sepc_torch.training.lightning.hooks import ActivePass, Captures, check_widths, read_all
+from sepc_torch.training.lightning.settings import MisconfigurationException
 
 
 class _Indexed(Dataset[Any]):
@@ -154,28 +153,43 @@ def embed_samples(
     trainer: Any,
     module: Any,
     loader: DataLoader[Any],
-    captures: dict[str, Capture],
+    captures: Captures,
     inputs: Callable[[Any], Any] | None,
     to_rows: Callable[[Any, Int[Tensor, "B"], Rows], Rows],
+    only: tuple[str, ...] = ("emb", "logits"),
 ) -> Rows:
     """Run the module over a loader of :func:`sequential_loader` and concatenate the results of ``to_rows``.
 
-    ``to_rows`` is called for every batch with the batch, the positions of its samples, and the captured values by name.
+    ``to_rows`` is called for every batch with the batch, the positions of its samples, and the captured values of the
+    quantities ``only`` by name, on the CPU in float32.
     """
     parts: list[Rows] = []
-    widths: dict[str, set[int]] = {name: set() for name in captures}
+    wanted = {name: capture for name, capture in captures.items() if name in only}
+    widths: dict[str, set[int]] = {name: set() for name in wanted}
     plugin = trainer.precision_plugin
-    with undisturbed(module), _active_pass(next(iter(captures.values())).owner):
+    with undisturbed(module), _active_pass(captures["emb"].owner):
         for positions, batch in loader:
             moved = trainer.strategy.batch_to_device(plugin.convert_input(batch), device=module.device)
             for capture in captures.values():
                 capture.clear()
             with plugin.forward_context():
-                if any(capture.is_hook for capture in captures.values()):
-                    run_forward(module, moved, inputs)
-                captured = read_all(captures, module, moved, batch_rows(moved))
+                _run_hooked(module, moved, wanted, inputs)
+                captured = read_all(wanted, module, moved, batch_rows(moved))
             for name, column in captured.items():
                 widths[name].add(column.shape[1])
                 check_widths(captures[name], widths[name])
-            parts.append(to_rows(batch, positions, {name: column.cpu() for name, column in captured.items()}))
+            parts.append(to_rows(batch, positions, {name: column.float().cpu() for name, column in captured.items()}))
+        for capture in captures.values():
+            capture.clear()
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _run_hooked(module: Any, batch: Any, captures: Captures, inputs: Callable[[Any], Any] | None) -> None:
+    """Run the module's forward for the hooks; a forward that only the search for logits would run may fail."""
+    hooks = [capture for capture in captures.values() if capture.is_hook]
+    try:
+        if hooks:
+            run_forward(module, batch, inputs)
+    except MisconfigurationException:
+        if any(capture.required for capture in hooks):
+            raise

@@ -1,69 +1,144 @@
-"""The callback ``TrustMonitor``: maps Lightning's hooks to refits, recording, logging and checkpointing."""
+"""The callback ``TrustMonitor``: queries, and Lightning's hooks for refits, recording, logging and checkpoints."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
-from sepc_torch.training.lightning.core import MonitorCore, pool_numbers
-from sepc_torch.training.lightning.lightning_names import CallbackBase, MisconfigurationException
-from sepc_torch.training.lightning.stage_results import empty_summary
+from sepc_torch.data.arrays import count
+from sepc_torch.training import Candidates, choose
+from sepc_torch.training.assessment import is_calibrated, judged_of
+from sepc_torch.training.lightning.core import MonitorCore
+from sepc_torch.training.lightning.settings import CallbackBase, MisconfigurationException
+from sepc_torch.training.lightning.stage_results import accepted_and_right, checked_logits
+from sepc_torch.training.query import BETA, NOVEL_SHARE, Stop, stopping_rule
+from sepc_torch.training.selection import Method
 
 # Strategies that shard the weights over the processes.
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
 class TrustMonitor(MonitorCore, CallbackBase):
-    r"""Callback that evaluates a trust head on every sample of validation, test and prediction, and flags samples.
+    r"""Callback that tells which of a network's labels to trust, in validation, test and prediction.
 
     ::
 
         monitor = TrustMonitor("backbone")                   # a submodule of your LightningModule
         trainer = Trainer(callbacks=[monitor])
-        trainer.fit(model, train_loader, val_loader)         # fits a head at the end of every epoch
-        print(monitor.flagged["val"])                        # id, trust, label, rule, reason, distance, margin
+        trainer.fit(model, train_loader, val_loader)         # fits and calibrates a head while the network trains
+        print(monitor.flagged["val"])                        # id, joint, network_label, reason, ...
 
-    The head is fitted to the weights that are about to be validated and saved, and every checkpoint holds it.
-    ``flagged`` and ``scores`` hold tables by stage: ``"val"``, ``"test"``, ``"predict"``, ``"pool"``; with several
-    loaders ``"val_0"`` and so on. Numbers are logged as ``trust/val_mean``, ``trust/val_flagged_frac``,
-    ``trust/val_acc_trusted`` and so on, and other callbacks can monitor them. The names are always the same. An
-    undefined number is NaN: ``trust/val_acc_flagged`` if no sample is flagged, or all numbers if the first fit fails.
-    ``EarlyStopping`` stops at NaN; to monitor a number that may be NaN, pass it ``check_finite=False``.
+    A head is fitted to a sample of the training data and calibrated on half of the validation samples, chosen by their
+    ids. It judges the labels of the network, whose logits the monitor finds itself. Samples whose joint score is below
+    the calibrated threshold are flagged, with the reason: ``novel``, ``disagrees``, ``ambiguous``, or ``no
+    prediction``. Every checkpoint holds the head. With fewer than 20 labelled samples to calibrate with, the least safe
+    share ``flag_rate`` is flagged, without a promise.
+
+    ``flagged`` and ``scores`` hold tables by stage, the least safe samples first: ``"val"``, ``"test"``, ``"predict"``,
+    ``"pool"``; with several loaders ``"val_0"`` and so on. Of several validation loaders the first one calibrates.
+
+    These numbers about the network's labels are logged at every validation, and other callbacks can monitor them. They
+    are measured on the validation samples that did not calibrate the head (``calibrates`` in the table). If no logits
+    are found, they are about the head's labels and are called ``trust/head_val_aurc`` and so on:
+
+    - ``trust/val_aurc``: area under the risk-coverage curve; lower is better;
+    - ``trust/val_acc_at_80``: accuracy of the 80 % of the labels with the highest joint score;
+    - ``trust/val_accepted``, ``trust/val_acc_accepted``: share and accuracy of the accepted labels; the accuracy is 0
+      if no label is accepted;
+    - ``trust/val_acc``, ``trust/val_n``: accuracy and number of the measured samples;
+    - ``trust/cost``: time of the monitor divided by that of the training.
+
+    Numbers of the head itself begin with ``trust/head_``. A number is NaN if it is undefined: without true labels, or
+    without a head because the first fit failed.
 
     Args:
         embed: Name of the submodule whose output is the embedding, or a function (module, batch) -> (B, D).
+        logits: Source of the network's logits, like ``embed``; ``""`` is the module's own ``forward``. By default the
+            output of ``forward``, or of the layer after the embedding layer, if it is (B, C) for C classes; the log
+            says which. One column for two classes is the logit of the second. False judges the head's own labels.
+            Column c belongs to label c, so the labels must be 0 to C - 1.
         head: An :class:`~sepc_torch.SEPC` or :class:`~sepc_torch.TrustHead` to start with; None to fit one in training.
             Training replaces it at the first refit; to keep the given head, pass ``refit_every_n_epochs=0``.
-        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head. By default the
-            head keeps no reference points; to calibrate it later, keep some with ``{"reference_points": n}``.
-        refit_every_n_epochs: Refit after every n epochs, after the last epoch, and before a validation without a head.
-            0 disables refits.
+        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head.
         fit_data: Data set or loader to fit to, without augmentation. By default the labelled samples of the pool, else
             the training data set, read in order by a separate loader.
-        max_fit_per_class: Fit to at most this number of samples per class; None for all.
+        max_per_class: Fit to at most this number of samples per class; None for all. The first refit reads the whole
+            data set, or 50 000 samples of it, to find them.
+        calibrate: Data set or loader to calibrate with, instead of half of the validation samples. Neither the network
+            nor the head may be fitted on it.
+        flag_rate: Share of samples like the calibration samples that may be flagged, on average.
+        risk: Instead of ``flag_rate``, the allowed share of wrong labels among the accepted ones; see
+            :meth:`TrustHead.accept_at`.
+        refit_every_n_epochs: Refit after every n epochs, after the last epoch, and before a validation without a head.
+            0 disables refits.
+        max_cost: Skip scheduled refits while the monitor has taken more than this share of the training's time; the
+            head is still calibrated again at every validation. None never skips. The first and the last refit, and
+            those of a run with a pool, are not skipped.
         pool: Unlabelled samples to score after each refit: a :class:`~sepc_torch.training.LabelPool`, a data set or a
             loader; by default ``pool_dataloader()`` of the data module or the module.
-        max_pool: Score at most this number of samples of the pool, a different subset after each refit; None for all.
-        threshold: Flag samples whose trust is below this value.
-        flag_fraction: Instead of ``threshold``, flag this fraction of the samples, the least safe ones.
-        reasons: The reasons that lead to a flag: ``"ambiguous"``, ``"novel"`` and ``"disagrees"`` (needs ``logits``).
-        min_margin, novel_distance: See :class:`~sepc_torch.training.flagging.Criteria`.
-        inputs: From a batch to the argument of the module's ``forward``, for passes over ``fit_data`` and ``pool``; by
-            default the first entry of the batch. A tuple gives several arguments, a dictionary named ones. Return
-            ``(batch,)`` to pass one dictionary.
+        inputs: From a batch to the argument of the module's ``forward``, for passes over data outside Lightning's
+            loops; by default the first entry of the batch. A tuple gives several arguments, a dictionary named ones.
+            Return ``(batch,)`` to pass one dictionary.
         labels: From a batch to its labels (B,), or None; by default the second entry of the batch.
         ids: From a batch to the ids of its samples, or a key of the batch. By default the positions in the loader's
             data set.
-        logits: Source of the network's logits, like ``embed``; ``""`` is the module's own ``forward``. Trust and flags
-            then refer to the network's label instead of the head's. Column c of the logits belongs to label c, so the
-            labels must be 0 to C - 1.
-        stages: The stages to record: ``"validate"``, ``"test"``, ``"predict"``.
-        dirpath: Folder for one file per stage and refit, and for the head.
-        file_format: ``"csv"`` or ``"jsonl"``.
+        dirpath: Folder for one CSV file per stage and refit, and for the head.
         on_flag: Called on the main process with (trainer, stage, table of flagged samples).
         prefix: Prefix of the logged names; two monitors need different prefixes.
-        refit_errors: ``"warn"`` keeps the old head if a refit fails, ``"raise"`` raises the error.
+        **old: Deprecated arguments: ``flag_fraction`` is ``flag_rate``, ``max_fit_per_class`` is ``max_per_class``;
+            ``threshold``, ``reasons``, ``min_margin`` and ``novel_distance`` apply while the head is not calibrated.
     """
+
+    def query(
+        self, k: int, *, method: Method = "kmeans", beta: float = BETA, novel_share: float = NOVEL_SHARE
+    ) -> list[int]:
+        """Ids of k samples of the pool to label next: ambiguous samples, spread out, and a few novel ones.
+
+        The result is equal on every process. Ambiguity comes from the network's logits if they are found, otherwise
+        from the head. The network's ambiguity selects better while labels are few (``experiments/active_learning.py``,
+        digits with a trained network and at most 20 labels per class). Novelty comes from the p-values of a calibrated
+        head, otherwise from the distance to its ellipsoids. Samples that a ``LabelPool`` has labelled since the last
+        scores are left out. See :func:`~sepc_torch.training.choose` for the arguments.
+        """
+        k = count(k, "k", least=1)
+        rows = self._pool_scores.unlabelled()
+        if rows is None:
+            raise MisconfigurationException(
+                "There are no scores of a pool to choose from. Pass TrustMonitor(pool=...) or a data module with "
+                "pool_dataloader(), then fit: the pool is scored after every refit."
+            )
+        if not rows or len(rows["id"]) == 0:
+            return []
+        if k > len(rows["id"]):
+            warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.", stacklevel=2)
+        logits = rows.get("logits")
+        if logits is not None and self._pool_scores.head is not None:
+            logits = checked_logits(self._pool_scores.head, logits)
+        candidates = Candidates.of(
+            judged_of(rows), rows["emb"], logits, self.criteria.novel_distance, rows.get("p_value")
+        )
+        labelled = self._head_state.rows.get("emb")
+        chosen = choose(candidates, k, labelled, method=method, beta=beta, novel_share=novel_share)
+        return rows["id"][chosen].tolist()
+
+    def stop_at(self, *, error: float, delta: float = 0.05) -> Stop:
+        """Whether the labels that the head accepts in the rest of the pool have at most this share of mistakes.
+
+        The bound comes from the validation samples that the head was not calibrated on, so it holds for a pool drawn
+        like them; see :func:`~sepc_torch.training.query.stopping_rule`.
+
+        Args:
+            error: The allowed share of wrong labels among the accepted ones.
+            delta: The allowed probability that the bound fails.
+        """
+        table = next((self.scores[name] for name in ("val", "val_0") if name in self.scores), None)
+        if table is None or "target" not in table.columns:
+            raise MisconfigurationException(
+                "There are no labelled validation samples to bound the error with. Fit with a validation loader that "
+                "has labels."
+            )
+        return stopping_rule(*accepted_and_right(table), error, delta)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Reject strategies that shard the weights, and broadcast the output folder."""
@@ -78,9 +153,10 @@ class TrustMonitor(MonitorCore, CallbackBase):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Register the forward hooks before the module first runs, and reset the state of an earlier run."""
-        self._tried_step = -1  # the steps of an earlier run do not refer to these weights
-        self._pool_numbers = pool_numbers(empty_summary())
+        self._tried_step, self._skipped_step = -1, -1  # the steps of an earlier run do not refer to these weights
+        self._pool_numbers = {}
         self._attach(pl_module)
+        self.cost.start()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Discard captured values."""
@@ -92,7 +168,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Refit, unless a validation refitted to these weights already."""
-        self._maybe_refit(trainer, pl_module)
+        with self.cost.paying():
+            self._maybe_refit(trainer, pl_module)
         self._log(trainer, self._pending)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -123,14 +200,19 @@ class TrustMonitor(MonitorCore, CallbackBase):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Refit before the first batch: by now averaged weights, if any, have replaced the module's own."""
+        """Refit and calibrate before the first batch: by now averaged weights, if any, replace the module's own."""
         self._records.clear()
-        if trainer.state.fn != "fit" or trainer.sanity_checking or batch_idx or dataloader_idx:
+        if trainer.sanity_checking or batch_idx or dataloader_idx:
             return
-        first = self.head is None
-        if first or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._maybe_refit(trainer, pl_module, first=first)
-            self._records.clear()
+        fitting, first = trainer.state.fn == "fit", self.head is None
+        with self.cost.paying():
+            if fitting and (first or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch):
+                self._maybe_refit(trainer, pl_module, first=first)
+            # The weights have changed since the last calibration; a head that the user wants to keep has its own.
+            changed = fitting and self.refit_every_n_epochs > 0 and self._tried_step != int(trainer.global_step)
+            if changed or not is_calibrated(self.head, self._has_network):
+                self._calibrate(trainer, pl_module)
+        self._records.clear()
 
     def on_test_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -148,7 +230,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Evaluate the head on the batch."""
-        self._judge(trainer, pl_module, "validate", batch, batch_idx, dataloader_idx)
+        with self.cost.paying():
+            self._judge(trainer, pl_module, "validate", batch, batch_idx, dataloader_idx)
 
     def on_test_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -164,7 +247,9 @@ class TrustMonitor(MonitorCore, CallbackBase):
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Publish the results and log their numbers, which other callbacks can monitor."""
-        self._log(trainer, self._conclude(trainer, pl_module, "validate") | self._pending)
+        with self.cost.paying():
+            numbers = self._conclude(trainer, pl_module, "validate")
+        self._log(trainer, numbers | self._pending)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Publish the results and log their numbers."""

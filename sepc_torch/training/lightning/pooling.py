@@ -1,25 +1,28 @@
-"""Pool of the callback: find the user's pool, score its unlabelled samples, check new labels against the head."""
+"""Pool of the callback: find it, score its samples, check new labels; the data module ``PoolDataModule``."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from sepc_torch.partitioning.landscape import SmallDisjunct
 from sepc_torch.shapes import Int
 from sepc_torch.training import LabelPool, confirmed_disjuncts
 from sepc_torch.training.flagging import Head, class_values
-from sepc_torch.training.lightning.distributed import Rows, gather_rows, unique_rows
-from sepc_torch.training.lightning.hooks import Capture
+from sepc_torch.training.lightning.batches import Rows, gather_rows, unique_rows
+from sepc_torch.training.lightning.hooks import Captures
 from sepc_torch.training.lightning.inference_pass import embed_samples, sequential_loader
-from sepc_torch.training.lightning.refitting import BATCH_SIZE, Samples, hash_ids, samples_of
-from sepc_torch.training.lightning.stage_results import judged_rows
+from sepc_torch.training.lightning.refitting import BATCH_SIZE, samples_of
+from sepc_torch.training.lightning.settings import DataModuleBase, Functions, MisconfigurationException
+from sepc_torch.training.lightning.stage_results import assessed_rows
 from sepc_torch.training.pool import View
+from sepc_torch.training.subsets import random_subset
 
 
 def find_pool(trainer: Any, module: Any, pool: Any) -> Any:
@@ -57,11 +60,9 @@ class PoolScores:
     """Last scores of the pool, equal on every process.
 
     Attributes:
-        rows: Columns ``id``, ``emb``, ``logits`` if captured, and the fields of ``Judged``; None before the first
-            scores.
+        rows: Columns ``id``, ``emb``, ``logits`` if found, and those of ``assess``; None before the first scores.
         head: The head that gave the scores.
         record: The ``LabelPool`` that the samples belong to, or None.
-        seconds: Duration of the last pass.
     """
 
     _warned = False  # whether the warning about unreadable labels was given
@@ -70,10 +71,9 @@ class PoolScores:
         self.rows: Rows | None = None
         self.head: Head | None = None
         self.record: LabelPool | None = None
-        self.seconds = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": None, "head": None, "record": None, "seconds": self.seconds}
+        return {"rows": None, "head": None, "record": None}
 
     def score(
         self,
@@ -81,8 +81,8 @@ class PoolScores:
         module: Any,
         source: Any,
         head: Head,
-        captures: dict[str, Capture],
-        inputs: Callable[[Any], Any] | None,
+        captures: Captures,
+        functions: Functions,
         limit: int | None,
         record: LabelPool | None,
     ) -> Rows:
@@ -90,22 +90,23 @@ class PoolScores:
 
         ``record`` is the ``LabelPool`` of the run. It is kept if the samples belong to it.
         """
-        begun = time.perf_counter()
         samples = samples_of(source, "the pool")
         own = record is not None and isinstance(samples.dataset, View) and samples.dataset.dataset is record.eval_view
         self.record = record if own else None
-        samples, ids = _subset(samples, limit, int(trainer.global_step))
+        ids = torch.arange(len(samples.dataset)) if samples.ids is None else samples.ids
+        chosen = random_subset(ids, limit, int(trainer.global_step))
 
         def to_rows(_batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
-            rows = judged_rows(head, captured["emb"].to(module.device), captured.get("logits"), None)
-            return {"id": ids[positions], **captured, **rows}
+            logits = captured.get("logits")
+            rows = assessed_rows(head, captured["emb"].to(module.device), logits, None)
+            return {"id": ids[chosen[positions]], **captured, **rows}
 
         rows: Rows = {}
         if len(ids):
-            loader = sequential_loader(trainer, samples.dataset, samples.like, BATCH_SIZE)
-            rows = unique_rows(gather_rows(trainer, embed_samples(trainer, module, loader, captures, inputs, to_rows)))
+            loader = sequential_loader(trainer, View(samples.dataset, chosen), samples.like, BATCH_SIZE)
+            found = embed_samples(trainer, module, loader, captures, functions.inputs, to_rows)
+            rows = unique_rows(gather_rows(trainer, found))
         self.rows, self.head = rows, head
-        self.seconds = time.perf_counter() - begun
         return rows
 
     def unlabelled(self) -> Rows | None:
@@ -142,10 +143,62 @@ class PoolScores:
         return tuple(disjunct._replace(rows=ids[chosen].numpy()[disjunct.rows]) for disjunct in found)
 
 
-def _subset(samples: Samples, limit: int | None, step: int) -> tuple[Samples, Int[Tensor, "n"]]:
-    """At most ``limit`` samples to score, a pseudo-random subset that depends on the step, and their ids."""
-    ids = torch.arange(len(samples.dataset)) if samples.ids is None else samples.ids
-    if limit is None or len(ids) <= limit:
-        return samples, ids
-    chosen = hash_ids(ids + hash_ids(torch.tensor([step]))).argsort(stable=True)[:limit].sort().values
-    return samples._replace(dataset=View(samples.dataset, chosen)), ids[chosen]
+class PoolDataModule(DataModuleBase):
+    """Loaders for a :class:`~sepc_torch.training.LabelPool` and for the sets to validate, test and predict on.
+
+    With ``Trainer(reload_dataloaders_every_n_epochs=1)`` each epoch trains on all samples labelled before it starts. A
+    checkpoint holds the pool's record. Loading a checkpoint merges its record into the pool and removes no label.
+
+    Args:
+        pool: The labelled and unlabelled samples.
+        val: Validation data set or loader.
+        test: Test data set or loader.
+        predict: Data set or loader to predict on.
+        loader: Arguments of every ``DataLoader``: ``batch_size``, ``num_workers``, ``collate_fn`` and so on.
+
+    >>> samples = [([float(i)], i % 2) for i in range(6)]
+    >>> data = PoolDataModule(LabelPool(samples, labelled=[0, 1]), val=samples, batch_size=4)
+    >>> len(data.train_dataloader().dataset), len(data.pool_dataloader().dataset)
+    (2, 4)
+    """
+
+    def __init__(self, pool: LabelPool, val: Any = None, test: Any = None, predict: Any = None, **loader: Any) -> None:
+        super().__init__()
+        if not isinstance(pool, LabelPool):
+            raise MisconfigurationException(f"pool must be a LabelPool; got a {type(pool).__name__}.")
+        for name in ("shuffle", "sampler", "batch_sampler"):
+            if name in loader:
+                raise MisconfigurationException(
+                    f"{name} cannot be set: the training data are shuffled, and all others are read in order. Leave it "
+                    "out."
+                )
+        self.pool = pool
+        self.loader_options = loader
+        # Methods are set only for existing data, because Lightning calls every loader method that it finds.
+        for name, data in (("val", val), ("test", test), ("predict", predict)):
+            if data is not None:
+                setattr(self, f"{name}_dataloader", partial(self._loader, data))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Loader of the samples that are labelled now, shuffled."""
+        if len(self.pool.labelled_ids) == 0:
+            raise MisconfigurationException(
+                "The pool has no labelled samples to train on. Label some samples first: LabelPool(..., labelled=ids), "
+                "or pool.label(ids, y)."
+            )
+        return DataLoader(self.pool.labelled(), shuffle=True, **self.loader_options)
+
+    def pool_dataloader(self) -> DataLoader[Any]:
+        """Loader of the samples that are unlabelled now, in order."""
+        return DataLoader(self.pool.pool(), **self.loader_options)
+
+    def _loader(self, data: Any) -> DataLoader[Any]:
+        return data if isinstance(data, DataLoader) else DataLoader(data, **self.loader_options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pool's record."""
+        return self.pool.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Merge the record of a checkpoint into the pool's."""
+        self.pool.absorb(state_dict)

@@ -1,4 +1,4 @@
-"""Refit of the callback's head: choose the samples, embed them with the current weights, fit on the main process."""
+"""Samples to fit and calibrate the callback's head with, embedded by the current weights; the fit itself."""
 
 from __future__ import annotations
 
@@ -7,23 +7,39 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from sepc_torch.head.trust_head import TrustHead
-from sepc_torch.shapes import Bool, Int
+from sepc_torch.shapes import Int
 from sepc_torch.training import LabelPool
 from sepc_torch.training.flagging import Head
-from sepc_torch.training.lightning.batches import batch_labels, first_tensor, labels_found
-from sepc_torch.training.lightning.distributed import Rows, gather_rows, on_rank_zero, unique_rows
-from sepc_torch.training.lightning.hooks import Capture
+from sepc_torch.training.lightning.batches import (
+    Rows,
+    batch_ids,
+    batch_labels,
+    first_tensor,
+    gather_rows,
+    labels_found,
+    loader_list,
+    on_rank_zero,
+    unique_rows,
+)
+from sepc_torch.training.lightning.hooks import Captures
 from sepc_torch.training.lightning.inference_pass import embed_samples, sequential_loader, undisturbed
-from sepc_torch.training.lightning.lightning_names import MisconfigurationException
+from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
 from sepc_torch.training.pool import View
+from sepc_torch.training.subsets import calibration_half, id_numbers, random_subset, sample_per_class
 
 # Batch size of an inference pass without a loader to copy the batch size from.
 BATCH_SIZE = 256
 # Number of ids in an error message.
 _NAMED = 5
+# Samples of the first pass over a data set, which finds the samples of every class: a class with one sample in 5000 is
+# found ten times.
+_FIRST_PASS = 50_000
+# Validation samples to calibrate with: half of them rank the scores, enough to promise an error of 0.3 %.
+_MOST_CALIBRATION = 2000
+_BOTH = ("emb", "logits")
 
 
 class Samples(NamedTuple):
@@ -79,57 +95,126 @@ def is_augmented(module: Any, dataset: Any) -> bool:
     return first is not None and second is not None and not torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def hash_ids(ids: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
-    """Pseudo-random hash of ids: the finaliser of SplitMix64, in arithmetic modulo 2**64.
+class FitSample:
+    """The positions of the samples that the last refit used; later refits embed only these.
 
-    The samples with the lowest hashes are a random subset that does not depend on the number of processes.
+    The labels of a data set are known only after its batches are read, so the first refit runs the module over all of
+    it, or over ``_FIRST_PASS`` samples.
     """
-    x = ids.to(torch.int64) + -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+    def __init__(self) -> None:
+        self._dataset: Any = None
+        self._size = 0
+        self._positions: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return FitSample().__dict__
+
+    def positions(self, dataset: Any) -> Int[Tensor, "n"]:
+        """Positions in the data set to embed."""
+        if self._positions is not None and dataset is self._dataset and len(dataset) == self._size:
+            return self._positions
+        return random_subset(torch.arange(len(dataset)), _FIRST_PASS)
+
+    def keep(self, dataset: Any, positions: Int[Tensor, "n"]) -> None:
+        """Use these positions for the next refits on the data set."""
+        self._dataset, self._size, self._positions = dataset, len(dataset), positions
 
 
-def sample_per_class(ids: Int[Tensor, "n"], labels: Int[Tensor, "n"], limit: int | None) -> Bool[Tensor, "n"]:
-    """Mask of at most ``limit`` samples per class, a pseudo-random subset that depends on ids and labels only."""
-    keep = torch.ones(len(ids), dtype=torch.bool)
-    if limit is None:
-        return keep
-    hashes = hash_ids(ids)
-    for label in labels.unique().tolist():
-        here = (labels == label).nonzero().squeeze(1)
-        keep[here[hashes[here].argsort(stable=True)[limit:]]] = False
-    return keep
+def labelled_rows(
+    trainer: Any,
+    module: Any,
+    samples: Samples,
+    positions: Int[Tensor, "n"],
+    captures: Captures,
+    functions: Functions,
+    what: str,
+    only: tuple[str, ...],
+    limit: int | None = None,
+) -> Rows:
+    """Embeddings and labels of the samples at some positions, at most ``limit`` per class, equal on every process.
+
+    The columns are ``id`` (the position), ``key`` (a number of the user's id), ``target``, and those of ``only`` that
+    are found.
+    """
+    if len(positions) == 0:
+        raise MisconfigurationException(f"The data set {what} is empty. Label some samples first.")
+
+    def to_rows(batch: Any, places: Int[Tensor, "B"], captured: Rows) -> Rows:
+        target = batch_labels(batch, functions.labels)
+        if target is None or len(target) != len(places):
+            found = f"found {0 if target is None else len(target)} for {len(places)} samples."
+            if target is None:
+                found = labels_found(batch, functions.labels)
+            raise MisconfigurationException(f"A batch {what} needs one integer label per sample; {found}")
+        ids = positions[places]
+        key = (
+            ids
+            if functions.ids is None or "logits" not in only
+            else id_numbers(batch_ids(batch, functions.ids, len(ids)))
+        )
+        return {"id": ids, "key": key, **captured, "target": target}
+
+    loader = sequential_loader(trainer, View(samples.dataset, positions), samples.like, BATCH_SIZE)
+    rows = embed_samples(trainer, module, loader, captures, functions.inputs, to_rows, only)
+    mine = sample_per_class(rows["id"], rows["target"], limit)  # reduces the data to gather
+    rows = unique_rows(gather_rows(trainer, {name: column[mine] for name, column in rows.items()}))
+    kept = sample_per_class(rows["id"], rows["target"], limit)
+    return {name: column[kept] for name, column in rows.items()}
 
 
 def fit_rows(
     trainer: Any,
     module: Any,
     samples: Samples,
-    capture: Capture,
-    inputs: Callable[[Any], Any] | None,
-    labels: Callable[[Any], Any] | None,
+    captures: Captures,
+    functions: Functions,
     limit: int | None,
+    sample: FitSample,
 ) -> Rows:
-    """Embeddings and labels to fit to, equal on every process: columns ``id``, ``emb``, ``target``."""
-    if len(samples.dataset) == 0:
-        raise MisconfigurationException("The data set to fit to is empty. Label some samples first.")
+    """Embeddings and labels to fit to, at most ``limit`` per class, equal on every process."""
+    positions = sample.positions(samples.dataset)
+    rows = labelled_rows(trainer, module, samples, positions, captures, functions, "to fit to", ("emb",), limit)
+    sample.keep(samples.dataset, rows["id"])
+    return rows
 
-    def to_rows(batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
-        target = batch_labels(batch, labels)
-        if target is None or len(target) != len(positions):
-            found = f"found {0 if target is None else len(target)} for {len(positions)} samples."
-            if target is None:
-                found = labels_found(batch, labels)
-            raise MisconfigurationException(f"A batch to fit to needs one integer label per sample; {found}")
-        return {"id": positions, "emb": captured["emb"], "target": target}
 
-    loader = sequential_loader(trainer, samples.dataset, samples.like, BATCH_SIZE)
-    rows = embed_samples(trainer, module, loader, {"emb": capture}, inputs, to_rows)
-    mine = sample_per_class(rows["id"], rows["target"], limit)  # reduces the data to gather
-    rows = unique_rows(gather_rows(trainer, {name: column[mine] for name, column in rows.items()}))
-    kept = sample_per_class(rows["id"], rows["target"], limit)
-    return {name: column[kept] for name, column in rows.items()}
+def calibration_rows(trainer: Any, module: Any, data: Any, captures: Captures, functions: Functions) -> Rows | None:
+    """Embeddings, logits and labels to calibrate with, equal on every process; None if there are none.
+
+    Args:
+        trainer: The Trainer.
+        module: The LightningModule.
+        data: The data set or loader of the user, which is used whole; None for the calibration half of the first
+            validation loader, at most ``_MOST_CALIBRATION`` samples.
+        captures: The captures of embeddings and logits.
+        functions: The user's functions.
+    """
+    if data is not None:
+        samples = samples_of(data, "calibrate")
+        every = torch.arange(len(samples.dataset))
+        return labelled_rows(trainer, module, samples, every, captures, functions, "to calibrate with", _BOTH)
+    loaders = loader_list(trainer.val_dataloaders)
+    if not loaders or not isinstance(loaders[0], DataLoader) or isinstance(loaders[0].dataset, IterableDataset):
+        return None
+    samples = samples_of(loaders[0], "the validation data")
+    every = torch.arange(len(samples.dataset))
+    if functions.ids is None:
+        every = every[calibration_half(every)]
+    # Ids in batches are known only when the batches are read: then the half is taken afterwards.
+    chosen = every[random_subset(every, _MOST_CALIBRATION * (1 if functions.ids is None else 2))]
+    if len(chosen) == 0 or not _has_labels(module, samples, functions):
+        return None
+    rows = labelled_rows(trainer, module, samples, chosen, captures, functions, "to calibrate with", _BOTH)
+    half = calibration_half(rows["key"])
+    return {name: column[half] for name, column in rows.items()}
+
+
+def _has_labels(module: Any, samples: Samples, functions: Functions) -> bool:
+    """Whether the first sample, as a batch, holds labels."""
+    collate = getattr(samples.like, "collate_fn", None) or default_collate
+    with undisturbed(module):
+        return batch_labels(collate([samples.dataset[0]]), functions.labels) is not None
 
 
 def fit_head(trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor, Tensor], Head] | None) -> Head:
@@ -146,10 +231,6 @@ def fit_head(trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor
             if not isinstance(head, Head):
                 raise TypeError(f"fit= must return an SEPC or a TrustHead; got a {type(head).__name__}.")
             return head
-        # Flags use the ellipsoids only, and every checkpoint holds the head: no reference points unless requested.
-        options = {"progress": False, **(fit or {})}
-        if "witnesses" not in options:  # the deprecated name of reference_points
-            options.setdefault("reference_points", 0)
-        return TrustHead.fit(rows["emb"], rows["target"], **options)
+        return TrustHead.fit(rows["emb"], rows["target"], **{"progress": False, **(fit or {})})
 
     return on_rank_zero(trainer, "the refit", work)

@@ -1,34 +1,71 @@
-"""Validation of the callback's arguments, before anything runs; invalid ones raise MisconfigurationException."""
+"""Arguments of the callback, checked before anything runs, and its base classes for both packages of Lightning.
+
+``lightning.pytorch`` and ``pytorch_lightning`` each have their own ``Callback``, and their Trainers accept only that
+one. The base classes here inherit from those of all installed packages, so every Trainer accepts them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sepc_torch.data.arrays import count
+from sepc_torch.head.conformal import check_share
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.training.flagging import Criteria
-from sepc_torch.training.lightning.lightning_names import MisconfigurationException
 
-STAGES = ("validate", "test", "predict")
-FORMATS = ("csv", "jsonl")
-POLICIES = ("warn", "raise")
+
+def _installed(names: tuple[str, ...], what: str) -> tuple[Any, ...]:
+    """The attribute ``what`` of every installed module, without repeats."""
+    found = []
+    for name in names:
+        try:
+            found.append(getattr(importlib.import_module(name), what))
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
+                raise  # the package is installed but broken
+    if not found:
+        raise ModuleNotFoundError(f"Neither {' nor '.join(names)} is installed: pip install 'sepc_torch[lightning]'.")
+    return tuple(dict.fromkeys(found))
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule
+
+    class CallbackBase(Callback):
+        """Base class of a callback that every installed Lightning accepts."""
+
+    class DataModuleBase(LightningDataModule):
+        """Base class of a data module that every installed Lightning accepts."""
+
+    class MisconfigurationException(ValueError):
+        """Invalid configuration; the message says how to correct it."""
+
+else:
+    _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+    _FABRICS = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
+
+    class CallbackBase(*_installed(_TRAINERS, "Callback")):
+        """Base class of a callback that every installed Lightning accepts."""
+
+    class DataModuleBase(*_installed(_TRAINERS, "LightningDataModule")):
+        """Base class of a data module that every installed Lightning accepts."""
+
+    class MisconfigurationException(*_installed(_FABRICS, "MisconfigurationException"), ValueError):
+        """Invalid configuration; the message says how to correct it."""
+
+
 # Arguments of TrustHead.fit that the monitor passes itself, so they cannot be among the user's options.
 _OURS = ("embeddings", "labels", "encoder")
-
-
-class _Unset(float):
-    """Default value that differs by identity from an equal number given by the user."""
-
-
-UNSET_THRESHOLD = _Unset(Criteria.threshold or 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,20 +100,66 @@ def check_picklable(name: str, value: Any) -> None:
         ) from error
 
 
-def criteria(threshold: Any, flag_fraction: Any, reasons: Any, **numbers: Any) -> Criteria:
-    """Build the criteria; a given ``flag_fraction`` replaces the default threshold."""
-    if flag_fraction is not None and threshold is UNSET_THRESHOLD:
-        threshold = None
-    if threshold is UNSET_THRESHOLD:
-        threshold = Criteria.threshold
-    optional = {"threshold": threshold, "flag_fraction": flag_fraction}
-    for name, value in {**optional, **numbers}.items():
-        if not isinstance(value, Real) and not (name in optional and value is None):
+# Deprecated arguments and what takes their place.
+_RENAMED = {"max_fit_per_class": "max_per_class", "flag_fraction": "flag_rate"}
+_UNCALIBRATED = ("threshold", "reasons", "min_margin", "novel_distance")
+_REMOVED = {
+    "stages": "every stage is recorded",
+    "file_format": "files are CSV; on_flag=lambda trainer, stage, table: table.to_jsonl(...) writes others",
+    "refit_errors": "a refit that fails warns; warnings.simplefilter('error') raises",
+    "max_pool": "set the attribute max_pool of the monitor",
+}
+
+
+def rename_old(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of deprecated arguments under their new names, with a warning; removed and unknown ones are refused."""
+    found = {}
+    for name, value in old.items():
+        if name in _REMOVED:
+            raise MisconfigurationException(f"TrustMonitor has no argument {name!r} any more: {_REMOVED[name]}.")
+        if name not in _RENAMED and name not in _UNCALIBRATED:
+            raise TypeError(f"TrustMonitor got an unexpected argument {name!r}.")
+        if name in _RENAMED:
+            text = f"{name} is deprecated; use {_RENAMED[name]}."
+        else:
+            text = f"{name} is deprecated: it applies only while the head is not calibrated. Use flag_rate or risk."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        found[_RENAMED.get(name, name)] = value
+    return found
+
+
+def criteria(flag_rate: float, **old: Any) -> Criteria:
+    """Criteria of a head that is not calibrated: it flags a share of the samples, unless a threshold is given."""
+    for name, value in old.items():
+        if name != "reasons" and not isinstance(value, Real):
             raise MisconfigurationException(f"{name} must be a number; got {value!r}.")
+    if "reasons" in old:
+        old["reasons"] = _names("reasons", old["reasons"])
     try:
-        return Criteria(threshold, flag_fraction, _names("reasons", reasons), **numbers)
+        return Criteria(**{"threshold": None, "flag_fraction": None if "threshold" in old else flag_rate, **old})
     except ValueError as error:
         raise MisconfigurationException(f"TrustMonitor: {error}") from error
+
+
+def check_rate(name: str, value: Any) -> float:
+    """Check that a value lies strictly between 0 and 1."""
+    try:
+        return check_share(value, name)
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(f"TrustMonitor: {error}") from error
+
+
+def check_cost(value: Any) -> float | None:
+    """Check that the cost limit is a number above 0, or None for no limit."""
+    if value is not None and not (isinstance(value, Real) and float(value) > 0.0):
+        raise MisconfigurationException(f"max_cost must be a number above 0, or None for no limit; got {value!r}.")
+    return None if value is None else float(value)
+
+
+def check_logits(logits: Any) -> None:
+    """Check that ``logits`` is a source, None to find the logits, or False for none."""
+    if logits is not None and logits is not False:
+        check_source("logits", logits)
 
 
 def _names(name: str, values: Any) -> tuple[Any, ...]:
@@ -126,23 +209,6 @@ def check_fit(fit: Any) -> None:
                 f"fit has the unknown options {', '.join(map(repr, unknown))}; TrustHead.fit accepts "
                 f"{', '.join(map(repr, known))}."
             )
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Check that a value is one of the choices."""
-    if value not in choices:
-        raise MisconfigurationException(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}.")
-    return str(value)
-
-
-def check_stages(stages: Any) -> tuple[str, ...]:
-    """Check that at least one stage is named and every name is a stage."""
-    chosen = _names("stages", stages)
-    if not chosen:
-        raise MisconfigurationException(f"stages is empty; name at least one of {', '.join(map(repr, STAGES))}.")
-    for stage in chosen:
-        check_choice("Every entry of stages", stage, STAGES)
-    return chosen
 
 
 def check_prefix(prefix: Any) -> str:

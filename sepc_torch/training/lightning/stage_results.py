@@ -8,13 +8,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.shapes import Float, Int
-from sepc_torch.training.flagging import Criteria, Head, Judged, class_values, find_reasons, in_features, judge, summary
-from sepc_torch.training.lightning.batches import Ids, batch_ids, batch_labels, batch_rows, loader_list, positions_of
-from sepc_torch.training.lightning.distributed import Rows, count_repeats, gather_rows, gather_text, unique_rows
-from sepc_torch.training.lightning.hooks import Capture, read_all
-from sepc_torch.training.lightning.lightning_names import MisconfigurationException
-from sepc_torch.training.lightning.settings import Functions
+from sepc_torch.shapes import Bool, Float, Int
+from sepc_torch.training.assessment import (
+    CALIBRATED,
+    assess,
+    binary_logits,
+    class_count,
+    judged_of,
+    no_rows,
+    stage_numbers,
+)
+from sepc_torch.training.flagging import Criteria, Head, class_values, find_reasons, in_features, label_values
+from sepc_torch.training.lightning.batches import (
+    Ids,
+    Rows,
+    batch_ids,
+    batch_labels,
+    batch_rows,
+    count_repeats,
+    gather_rows,
+    gather_text,
+    loader_list,
+    positions_of,
+    unique_rows,
+)
+from sepc_torch.training.lightning.hooks import Captures, read_all
+from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
+from sepc_torch.training.subsets import calibration_half, id_numbers
 from sepc_torch.training.trust_table import TrustTable
 
 # Number of labels in an error message.
@@ -44,14 +64,14 @@ class StageTables(dict[str, TrustTable]):
         )
 
 
-def network_labels(head: Head, logits: Float[Tensor, "B C"]) -> Int[Tensor, "B"]:
-    """Labels predicted by the network: the column of the largest logit, so column c must belong to class c."""
+def checked_logits(head: Head, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B M"]:
+    """Logits with one column per class, so that column c belongs to label c."""
+    logits = binary_logits(logits, class_count(head))
     columns = logits.shape[1]
     if columns < 2:
         raise MisconfigurationException(
-            "logits= returns one number per sample; expected one column per class. If this number is the logit of the "
-            "second of two classes, add a column of zeros before it: logits=lambda module, batch: "
-            "torch.nn.functional.pad(module(batch[0]).view(-1, 1), (1, 0))."
+            "logits= returns one number per sample; expected one column per class, or one number for two classes. "
+            "Return all columns: logits=lambda module, batch: module(batch[0])."
         )
     values = class_values(head)
     outside = values[(values < 0) | (values >= columns)].tolist()
@@ -62,22 +82,18 @@ def network_labels(head: Head, logits: Float[Tensor, "B C"]) -> Int[Tensor, "B"]
             "TrustMonitor(..., labels=lambda batch: torch.searchsorted(torch.tensor(classes), batch[1].cpu())) with "
             "your classes in the order of the columns, ascending."
         )
-    return logits.argmax(dim=1)
+    return logits
 
 
-def judged_rows(
+def assessed_rows(
     head: Head,
     z: Float[Tensor, "B D"],
-    logits: Float[Tensor, "B C"] | None,
+    logits: Float[Tensor, "B L"] | None,
     target: Int[Tensor, "B"] | None,
 ) -> Rows:
-    """Columns of a batch, on the CPU: the fields of ``Judged`` and the target if it is known."""
-    network = None if logits is None else network_labels(head, logits).to(z.device)
-    rows = {name: column.cpu() for name, column in judge(head, z, network)._asdict().items()}
-    rows = {name: column.float() if column.is_floating_point() else column.long() for name, column in rows.items()}
-    if target is not None:
-        rows["target"] = target.cpu()
-    return rows
+    """Columns of a batch, on the CPU: those of :func:`assess` and the target if it is known."""
+    rows = assess(head, z.float(), None if logits is None else checked_logits(head, logits).to(z.device))
+    return rows if target is None else {**rows, "target": target.cpu()}
 
 
 class Recorder:
@@ -90,10 +106,6 @@ class Recorder:
     def add(self, ids: Ids, rows: Rows) -> None:
         """Add the rows of a batch."""
         n = len(rows["trust"])
-        if len(ids) != n:
-            raise MisconfigurationException(
-                f"There are {len(ids)} ids for a batch of {n} samples; expected one id per sample."
-            )
         if ids and isinstance(ids[0], str):
             self.names += [str(name) for name in ids]
             numbers = torch.arange(n)  # placeholders; `join` assigns numbers to all names
@@ -131,11 +143,12 @@ class StageRecords:
         functions: The user's functions.
     """
 
-    def __init__(self, captures: dict[str, Capture], functions: Functions) -> None:
+    def __init__(self, captures: Captures, functions: Functions) -> None:
         self.captures = captures
         self.functions = functions
         self.recorders: list[Recorder] = []
         self.positions: list[Any] = []
+        self.has_network = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "recorders": [], "positions": []}
@@ -163,52 +176,67 @@ class StageRecords:
                     "number of features changes from batch to batch, pass embed a function that returns one vector per "
                     "sample, always of the same length."
                 )
+            self.has_network = "logits" in captured
             labels = batch_labels(batch, self.functions.labels)
             target = labels if labels is not None and len(labels) == n else None
-            rows = judged_rows(head, captured["emb"], captured.get("logits"), target)
+            rows = assessed_rows(head, captured["emb"], captured.get("logits"), target)
         ids = self.functions.ids
-        names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids)
+        names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids, n)
         self.recorders[loader].add(names, rows)
 
-    def finish(self, trainer: Any, head: Head, criteria: Criteria) -> list[StageResult]:
-        """Results of the stage, one per loader, equal on every process."""
+    def finish(self, trainer: Any, head: Head, criteria: Criteria, halved: bool) -> list[StageResult]:
+        """Results of the stage, one per loader, equal on every process.
+
+        With ``halved`` the calibration half of the first loader, which the head was calibrated on, is not measured.
+        """
         found = [
-            stage_result(*recorder.join(trainer), head, criteria, "logits" in self.captures)
-            for recorder in self.recorders
+            stage_result(*recorder.join(trainer), head, criteria, self.has_network, halved and number == 0)
+            for number, recorder in enumerate(self.recorders)
         ]
         self.recorders = []
         return found
 
 
-def stage_result(rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool) -> StageResult:
-    """Build the table and the summary statistics of a stage from its gathered rows."""
-    rows = rows or _no_rows()
-    judged = Judged(**{name: rows[name] for name in Judged._fields})
+def stage_result(
+    rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool, halved: bool = False
+) -> StageResult:
+    """Build the table and the numbers of a stage from its gathered rows."""
+    rows = rows or no_rows()
+    judged = judged_of(rows)
     values = class_values(head)
-    own = torch.where(judged.label >= 0, values[judged.label.clamp_min(0)], -1)
     finite = judged.label >= 0
-    reason = find_reasons(judged, criteria, (judged.network_label == own) | ~finite)
+    own = torch.where(finite, values[judged.label.clamp_min(0)], -1)
+    reason = rows.get("reason")
+    if reason is None:
+        reason = find_reasons(judged, criteria, (judged.network_label == own) | ~finite)
+    ids = [names[place] if names else place for place in rows["id"].tolist()]
     target = rows.get("target")
-    right = None if target is None else judged.network_label == target
-    numbers = summary(judged.network_trust, reason, right, finite)
-    shown = {name: rows[name] for name in ("trust", "label", "rule")}
-    shown |= {"reason": reason, "distance": judged.distance, "margin": judged.margin}
+    halved = halved and "joint" in rows
+    calibrates: Bool[Tensor, "B"] = calibration_half(id_numbers(ids)) if halved else torch.zeros(len(ids)) > 0
+    measured = {name: column[~calibrates] for name, column in rows.items()}
+    numbers = stage_numbers(
+        measured, reason[~calibrates], own[~calibrates], measured.get("target"), has_network=has_network
+    )
+    shown = {name: rows[name] for name in CALIBRATED if name in rows and name != "reason"}
     if has_network:
         shown |= {name: rows[name] for name in ("network_label", "network_trust", "network_margin")}
+    shown |= {"reason": reason} | {name: rows[name] for name in ("trust", "label", "rule", "distance", "margin")}
     if target is not None:
         shown["target"] = target
-    ids = [names[place] if names else place for place in rows["id"].tolist()]
+    if halved:
+        shown["calibrates"] = calibrates
     return StageResult(TrustTable.of(ids, shown, head.classes), numbers)
 
 
-def empty_summary() -> dict[str, float]:
-    """Summary statistics of a stage without samples, under the usual keys."""
-    return summary(torch.empty(0), torch.empty(0, dtype=torch.int64), None, torch.empty(0, dtype=torch.bool))
+def accepted_and_right(table: TrustTable) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:
+    """Which samples with a known target are accepted and did not calibrate the head, and whose labels are right.
 
-
-def _no_rows() -> Rows:
-    """All columns with zero rows, so that an empty table has the usual columns."""
-    codes = ("id", "label", "rule", "network_label")
-    return {
-        name: torch.empty(0, dtype=torch.int64 if name in codes else torch.float32) for name in ("id", *Judged._fields)
-    }
+    A head that is not calibrated accepts nothing here: its flags promise nothing.
+    """
+    columns = table.columns
+    accepted = (columns["reason"] < 0) & ("joint" in columns)
+    if "calibrates" in columns:
+        accepted &= ~columns["calibrates"]
+    if "network_label" in columns:
+        return accepted, columns["network_label"] == columns["target"]
+    return accepted, label_values(table.classes)[columns["label"].clamp_min(0)] == columns["target"]
