@@ -37,7 +37,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     y = np.arange(90) % 3
     x = rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y]
     part = partition(x, y)
-    head = TrustHead.fit(x, y).calibrate(rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y], y, 4.0 * np.eye(3)[y])
+    head = TrustHead.fit(x, y, keep_points=True)
+    head.calibrate(rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y], y, 4.0 * np.eye(3)[y])
     pool = LabelPool([(i, i % 5) for i in range(600)], labelled=range(300))
     savers = {"partition": part.save, "sepc": SEPC.from_partition(part).save, "trust_head": head.save}
     for name, save in (savers | {"label_pool": pool.save}).items():

@@ -142,6 +142,20 @@ _HEAD_EVIDENCE = {
     **_prefixed("calibration.network.", _labels("network")),
     **_prefixed("calibration.own.", _labels("own")),
 }
+_TRAINING = {
+    "points": Field("f", ("training points", "D")),
+    "coordinates": Field("f", ("training points", "R")),
+    "codes": Field("i", ("training points",), low=0, below="C"),
+    "reference_rows": Field("i", ("N",), low=0, below="training points"),
+    "current": Field("b", ("C",)),
+    "center": Field("f", ("K", "D")),
+    "whitener": Field("f", ("K", "D", "D")),
+    "iteration": Field("i", ("K",), low=0),
+    "support": Field("i", ("training support",), low=0, below="training points"),
+    "support_size": Field("i", ("K",), low=0),
+    "covered": Field("i", ("K",), low=0),
+    "gap": Field("f", ("K",)),
+}
 _POOL = {
     "round": Field("i", ("N",), low=-1),
     "answered": Field("b", ("N",)),
@@ -181,11 +195,15 @@ def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -
                 _check_names(names)
                 sizes["F"] = len(names)
             full = "evidence.polar.shift" in arrays
-            _check_arrays(arrays, _HEAD | _HEAD_EVIDENCE if full else _HEAD, sizes)
+            kept = full and "training" in metadata
+            fields = _HEAD | (_HEAD_EVIDENCE if full else {}) | (_prefixed("training.", _TRAINING) if kept else {})
+            _check_arrays(arrays, fields, sizes)
             _check_ledger(arrays, "sepc.", sizes)
             if full:
                 _check_head(arrays, sizes)
             _check_ids(metadata.get("reference_ids"), sizes.get("N", 0))
+            if kept:
+                _check_training(arrays, metadata["training"], sizes)
         case "label_pool":
             _check_arrays(arrays, _POOL, {})
 
@@ -275,6 +293,31 @@ def _check_head(arrays: Mapping[str, Array], sizes: Sizes) -> None:
         for name, size in (("class", "C"), ("region", "K")):
             count = sizes[f"{name} thresholds of {source}"]
             _require(count in (0, sizes[size]), f"the calibration has {count} thresholds by {name}")
+
+
+def _check_training(arrays: Mapping[str, Array], metadata: Any, sizes: Sizes) -> None:
+    """Check that the training points fit to their counts and to the reference points of the head."""
+    _require(isinstance(metadata, dict), "its metadata do not describe the training points")
+    _check_sum(arrays["training.support_size"], "training.support_size", sizes["training support"])
+    codes = arrays["training.codes"]
+    counts = np.bincount(codes, minlength=sizes["C"])
+    _require(bool((counts == arrays["sepc.totals"]).all()), "the training points do not match their counts")
+    owners = codes[arrays["training.reference_rows"]]
+    same = np.array_equal(owners, arrays["evidence.reference_points.codes"])
+    _require(same, "the reference points do not match the training points")
+    _require(metadata.get("ids") is not None, "its metadata do not name the training points")
+    _check_ids(metadata["ids"], len(codes))
+    for name, size, allowed in (
+        ("kinds", sizes["K"], ("first", "further", "terminal", "isolated")),
+        ("states", sizes["C"], ("unchanged", "counts only", "refitted", "marked")),
+    ):
+        listed = metadata.get(name)
+        _require(isinstance(listed, list) and len(listed) == size, f"its metadata do not list {size} {name}")
+        _require(all(value in allowed for value in metadata[name]), f"its metadata hold other {name} than {allowed}")
+    for name in ("most_reference_points", "changes", "variance"):
+        value = metadata.get(name)
+        plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _require(plain and 0 <= metadata[name] < math.inf, f"its metadata lack {name}")
 
 
 def _check_sum(parts: Array, name: str, total: int) -> None:

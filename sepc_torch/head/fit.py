@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
 from sepc_torch.head.fit_options import FitOptions
 from sepc_torch.head.passes import first_pass, second_pass
 from sepc_torch.head.projection import Projection, choose_projection
 from sepc_torch.head.sources import EmbeddingSource
+from sepc_torch.head.training_set import KeptTrainingSet
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.partitioning.fit import partition
 
@@ -22,6 +25,7 @@ class FittedParts(NamedTuple):
     evidence: Evidence
     feature_names: tuple[str, ...] | None
     reference_ids: tuple[int | str, ...]
+    training_set: KeptTrainingSet | None
 
 
 def fit_parts(source: EmbeddingSource, classes: Any, options: FitOptions) -> FittedParts:
@@ -62,6 +66,21 @@ def fit_parts(source: EmbeddingSource, classes: Any, options: FitOptions) -> Fit
     sepc = SEPC.from_partition(part, options.nearest, nan_policy=options.nan_policy)
     sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
     evidence = fit_evidence(data, pieces_of(part, data.points, data.codes, device))
-    rows = data.reference_rows
-    ids = (rows if source.ids is None else source.ids[rows]).tolist()
-    return FittedParts(project, sepc, evidence, source.names, tuple(ids))
+    ids = np.arange(len(data.codes)) if source.ids is None else source.ids
+    training_set = None
+    if options.keep_points:
+        training_set = KeptTrainingSet(
+            data.points,
+            data.coordinates,
+            data.codes,
+            # One integer dtype: int64 and uint64 together would become float64.
+            ids.astype(np.int64) if ids.dtype.kind in "iu" else ids,
+            data.reference_rows,
+            part.uncounted(),
+            states=tuple("unchanged" for _ in data.classes),
+            current=np.ones(len(data.classes), dtype=bool),
+            most_reference_points=kept,
+            variance=data.variance,
+        )
+    reference_ids = tuple(ids[data.reference_rows].tolist())
+    return FittedParts(project, sepc, evidence, source.names, reference_ids, training_set)

@@ -33,6 +33,7 @@ class FitOptions:
     n_jobs: int | None
     progress: Choice
     device: torch.device | None
+    keep_points: bool
 
     def __post_init__(self) -> None:
         if self.normalize not in ("l2", "standardize", None):

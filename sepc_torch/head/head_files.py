@@ -12,7 +12,11 @@ from torch import Tensor
 from sepc_torch.data import files
 from sepc_torch.head.evidence import Evidence
 from sepc_torch.head.projection import Projection
+from sepc_torch.head.training_set import KeptTrainingSet
 from sepc_torch.model.sepc import SEPC
+
+# Prefix of the arrays of training points.
+_TRAINING = "training."
 
 
 class HeadParts(NamedTuple):
@@ -23,11 +27,20 @@ class HeadParts(NamedTuple):
     evidence: Evidence | None
     calibration: dict[str, Tensor]
     options: dict[str, Any]
+    training_set: KeptTrainingSet | None
 
 
-def write_head(path: str | os.PathLike[str], state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Write the state dict of a head and its options to a file."""
+def write_head(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    options: Mapping[str, Any],
+    training_set: KeptTrainingSet | None = None,
+) -> None:
+    """Write the state dict of a head, its options and the training points that it keeps to a file."""
     arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, Tensor)}
+    if training_set is not None:
+        arrays |= {_TRAINING + name: array for name, array in training_set.arrays().items()}
+        options = {**options, "training": training_set.metadata()}
     files.write(path, "trust_head", arrays, options)
 
 
@@ -39,6 +52,7 @@ def read_head(path: str | os.PathLike[str]) -> HeadParts:
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
+    training = {name.removeprefix(_TRAINING): a for name, a in arrays.items() if name.startswith(_TRAINING)}
     with files.interpreting(path):
         return HeadParts(
             Projection(tensors["projection.shift"], tensors["projection.matrix"], unit_length=options["unit_length"]),
@@ -46,4 +60,5 @@ def read_head(path: str | os.PathLike[str]) -> HeadParts:
             Evidence.from_tensors(part("evidence.")) if "evidence.polar.shift" in tensors else None,
             part("calibration."),
             options,
+            KeptTrainingSet.from_arrays(training, options["training"], arrays["sepc.codes"]) if training else None,
         )

@@ -66,7 +66,7 @@ class ArraySource(EmbeddingSource):
         self._embeddings, self.names = real_matrix(embeddings)
         self._labels = label_array(labels)
         check_one_label_per_row(self._embeddings.shape[0], len(self._labels))
-        self.ids = None if ids is None else _row_ids(ids, len(self._labels))
+        self.ids = None if ids is None else row_ids(ids, len(self._labels))
 
     def row_count(self) -> int:
         """Number of rows of the array."""
@@ -173,7 +173,7 @@ class ArrowSource(EmbeddingSource):
             if not isinstance(ids, str) or ids not in columns or ids == labels:
                 raise ValueError("ids must name a column of the table other than the labels.")
             column = self._data.to_table(columns=[ids]).column(ids)
-            self.ids = _row_ids(column.to_pylist(), self.row_count())
+            self.ids = row_ids(column.to_pylist(), self.row_count())
         others = [field for field in table.schema if field.name not in (labels, ids)]
         lists = [field.name for field in others if _is_list(field.type)]
         if lists and len(others) > 1:
@@ -280,10 +280,10 @@ def _fits_float32(kind: Any) -> bool:
     return types.is_float32(kind) or types.is_float16(kind)
 
 
-def _row_ids(ids: Any, rows: int) -> Array:
+def row_ids(ids: Any, rows: int) -> Array:
     """Identifiers of rows as an array of integers or strings.
 
-    >>> _row_ids(["a7", "b3"], 2).tolist()
+    >>> row_ids(["a7", "b3"], 2).tolist()
     ['a7', 'b3']
     """
     found = label_array(ids)

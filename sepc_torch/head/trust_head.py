@@ -28,6 +28,7 @@ from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.calibration_set import calibration_set
+from sepc_torch.head.certificate import UpdateCertificate, certify
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.empty import empty_parts
 from sepc_torch.head.evidence import Evidence
@@ -42,6 +43,7 @@ from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Method, Normalize, Projection
 from sepc_torch.head.promise import Promise
 from sepc_torch.head.sources import embedding_source
+from sepc_torch.head.training_set import KeptTrainingSet, kept_points
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.queries import (
@@ -72,6 +74,7 @@ class TrustHead(nn.Module):
         evidence: Class densities and reference points, or None for a head that cannot be calibrated.
         feature_names: Names of the features that the head was fitted on, if they came in a table.
         reference_ids: Identifiers of the reference points in the training set, for explanations.
+        training_set: The training points that :meth:`update`, :meth:`forget` and :meth:`refit` need, or None.
         encoding: Encoding of a table with categories and missing values as these features; tables are then encoded
             before they are judged.
 
@@ -100,9 +103,11 @@ class TrustHead(nn.Module):
         evidence: Evidence | None = None,
         feature_names: tuple[str, ...] | None = None,
         reference_ids: tuple[int | str, ...] | None = None,
+        training_set: KeptTrainingSet | None = None,
         encoding: TableEncoding | None = None,
     ) -> None:
         super().__init__()
+        self.training_set = training_set
         self.reference_ids = reference_ids
         self.feature_names = feature_names if encoding is None else encoding.feature_names
         self.encoding = encoding
@@ -135,6 +140,7 @@ class TrustHead(nn.Module):
         progress: Choice = "auto",
         classes: Any = None,
         ids: Any = None,
+        keep_points: bool = False,
         device: torch.device | str | None = None,
         witnesses: int | None = None,
     ) -> TrustHead:
@@ -187,6 +193,7 @@ class TrustHead(nn.Module):
             ids: Identifiers (N,) of the rows, integers or strings, or the name of their column in a table. Explanations
                 name training examples by them. By default the positions of the rows; for a loader, the positions in
                 its second pass.
+            keep_points: Keep the projected training points, so that the head can be updated; see :meth:`update`.
             device: Device that computes distances of training points to ellipsoids (see
                 :func:`~sepc_torch.partition`) and covariances of embeddings, in float64. The fitted head is on the CPU;
                 :meth:`~torch.nn.Module.to` moves it.
@@ -215,6 +222,7 @@ class TrustHead(nn.Module):
             n_jobs=n_jobs,
             progress=progress,
             device=None if device is None else float64_device(device),
+            keep_points=bool(keep_points),
         )
         return cls(*fit_parts(embedding_source(embeddings, labels, encoder, ids), classes, options))
 
@@ -390,6 +398,7 @@ class TrustHead(nn.Module):
             *(data.logits, data.label, own.nearest),
         )
         self.calibration = calibration.to(z.device)
+        self.training_set = None if self.training_set is None else self.training_set.calibrated()
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 
@@ -598,6 +607,45 @@ class TrustHead(nn.Module):
         """Return the head's own predictions as a NumPy array of the user's labels."""
         return self.sepc.predict(self.projection(self.as_tensor(z)))
 
+    @property
+    def marked(self) -> tuple[Any, ...]:
+        """Labels of the classes whose ellipsoids :meth:`refit` must solve again."""
+        return () if self.training_set is None else tuple(self.classes[c] for c in self.training_set.marked)
+
+    @property
+    def calibration_age(self) -> float:
+        """Points added and forgotten since :meth:`calibrate` (or the fit), as a share of the training points."""
+        return 0.0 if self.training_set is None else self.training_set.age
+
+    def update(self, z: Any, y: Any, ids: Any = None) -> TrustHead:
+        """Add labelled embeddings (M, D) of known classes; see :func:`sepc_torch.head.updates.add_points`."""
+        return self._updated("add_points", z, y, ids)
+
+    def forget(self, ids: Any) -> TrustHead:
+        """Remove the points with these identifiers; see :func:`sepc_torch.head.updates.remove_points`."""
+        return self._updated("remove_points", ids)
+
+    def refit(self, classes: Any = None, n_jobs: int | None = None, progress: Choice = "auto") -> TrustHead:
+        """Solve the ellipsoids of the marked or given classes again; see :func:`sepc_torch.head.updates.refit`."""
+        return self._updated("refit", classes, n_jobs, progress)
+
+    def certificate(self) -> UpdateCertificate:
+        """Say of each class what updates did, and how near its ellipsoids are to those of a full fit."""
+        return certify(self.sepc, kept_points(self.training_set))
+
+    @torch.inference_mode(False)  # the new buffers outlive the call
+    @torch.no_grad()
+    def _updated(self, change: str, *args: Any) -> TrustHead:
+        """Replace classifier, evidence and training points by the result of a function of the module ``updates``."""
+        from sepc_torch.head import updates  # imported here: a frozen head runs without the solvers
+
+        kept, evidence = kept_points(self.training_set), self.evidence
+        assert evidence is not None  # fits that keep points fit the evidence too
+        parts = updates.UpdatableParts(self.projection, self.sepc, evidence, kept, self.feature_names)
+        _, self.sepc, self.evidence, self.training_set, _ = getattr(updates, change)(parts, *args)
+        self.reference_ids = self.training_set.reference_ids
+        return self
+
     def as_tensor(self, z: Any) -> Tensor:
         """Convert embeddings to a tensor on the head's device: an array, list of rows, tensor, or a table.
 
@@ -611,9 +659,9 @@ class TrustHead(nn.Module):
         return z if self.encoding is None or not hasattr(z, "columns") else self.encoding.encode(z).points
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the head to a safetensors file, without pickle; the only training points in it are reference points."""
+        """Write the head to a safetensors file, without pickle; of training points, reference and kept points only."""
         options = {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()}
-        write_head(path, self.state_dict(), options)
+        write_head(path, self.state_dict(), options, self.training_set)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrustHead:
@@ -621,7 +669,7 @@ class TrustHead(nn.Module):
         where = usable_device(device)
         parts = read_head(path)
         with files.interpreting(path):
-            head = cls(parts.projection, parts.sepc, parts.evidence)
+            head = cls(parts.projection, parts.sepc, parts.evidence, training_set=parts.training_set)
             head.set_extra_state(parts.options)
             if head.calibration is not None:
                 if head.projection.matrix.dtype == torch.float64:
@@ -656,6 +704,7 @@ class TrustHead(nn.Module):
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         convert_state(state_dict, prefix)
+        self.training_set = None  # a state dict holds no training points, and the present ones are of another head
         if self.evidence is not None:
             self.evidence.match_kinds(state_dict, f"{prefix}evidence.")
         resize_buffers(self, state_dict, prefix)

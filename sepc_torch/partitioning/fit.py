@@ -11,7 +11,8 @@ joblib, so a user's own joblib backend (Dask, Ray, Spark) distributes them over 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -31,7 +32,7 @@ from sepc_torch.data.memory import PARTITION_COPIES, check_memory
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.partitioning.cells import ledger
-from sepc_torch.partitioning.record import Partition, PartitionEllipsoid, PartitionHyperplane, Rest
+from sepc_torch.partitioning.record import Partition, PartitionHyperplane, Rest, UncountedEllipsoid
 from sepc_torch.partitioning.steps import Separation
 from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, canonical_order, run_all
 from sepc_torch.shapes import Array, Float, Int
@@ -47,34 +48,12 @@ _ROWS_AT_ONCE = 2**17
 _ENOUGH_POINTS = 2**16
 
 
-class _UncountedEllipsoid(NamedTuple):
-    """An ellipsoid in the caller's coordinates, before the training points in it are counted.
+class Separated(NamedTuple):
+    """The ellipsoids and hyperplanes of the classes that were solved, and the standard deviation of each feature."""
 
-    ``code`` is the index of its class. The other fields are those of :class:`PartitionEllipsoid`.
-    """
-
-    code: int
-    ellipsoid: Ellipsoid
-    kind: Kind
-    iteration: int
-    support: Int[Array, "S"]
-    covered: int
-    gap: float
-
-    def with_counts(self, label: Any, counts: Int[Array, "C"]) -> PartitionEllipsoid:
-        """The ellipsoid of the partition, with its label and the training points of each class inside."""
-        return PartitionEllipsoid(
-            center=self.ellipsoid.center,
-            whitener=self.ellipsoid.whitener,
-            label=label,
-            kind=self.kind,
-            iteration=self.iteration,
-            support=self.support,
-            covered=self.covered,
-            counts=counts,
-            purity=int(counts[self.code]) / max(int(counts.sum()), 1),
-            gap=self.gap,
-        )
+    pieces: list[UncountedEllipsoid]
+    hyperplanes: tuple[PartitionHyperplane, ...]
+    unit: Float[Array, "D"]
 
 
 def partition(
@@ -150,59 +129,122 @@ def partition(
         f"The partition of {len(data.points)} rows x {data.points.shape[1]} features",
         "Choose max_per_class, fit on fewer rows, or project the points to fewer dimensions.",
     )
+    made = {
+        "max_impure": max_impure,
+        "solver": solver,
+        "standardize": bool(standardize),
+        "floor": floor,
+        "rest": rest,
+        "max_isolated": max_isolated,
+        "max_per_class": max_per_class,
+        "versions": _versions(solver),
+    }
+    found = separate_classes(data, made, None, n_jobs, progress)
+    separated = time.perf_counter()
+    part = count_partition(found.pieces, data, made, where, n_jobs)
+    return replace(
+        part,
+        hyperplanes=found.hyperplanes,
+        scale=found.unit if standardize else np.ones_like(found.unit),
+        seconds={"separate": separated - begun, "count": time.perf_counter() - separated},
+    )
+
+
+def separate_classes(
+    data: TrainingSet, made: Mapping[str, Any], wanted: Collection[int] | None, n_jobs: int | None, progress: Choice
+) -> Separated:
+    """Cover the points of some classes with ellipsoids.
+
+    A class that is solved alone gets the ellipsoids that it gets among all classes, bit by bit. Two classes are
+    separated in one run, so both are solved if either is wanted.
+
+    Args:
+        data: The points of all classes.
+        made: The parameters of :func:`partition`, checked.
+        wanted: Indices of the classes to solve; None for all.
+        n_jobs: Number of processes.
+        progress: Whether to show a progress bar.
+
+    >>> from sepc_torch.data.arrays import training_set
+    >>> data = training_set([[0.0], [1.0], [5.0], [6.0], [10.0], [12.0]], ["a", "a", "b", "b", "c", "c"])
+    >>> made = {"max_impure": 0, "solver": "native", "standardize": True, "floor": 1e-3}
+    >>> made |= {"rest": "whole", "max_isolated": None, "max_per_class": None}
+    >>> [piece.ellipsoid.center.round(6).tolist() for piece in separate_classes(data, made, [2], None, False).pieces]
+    [[11.0]]
+    """
     # A canonical order of the rows makes all sums, and so the result, independent of the order of the input.
     order = canonical_order(data.points, data.codes)
     mean, unit = _location_and_scale(data.points, order)
-    paper = len(data.classes) == 2 or rest == "partitioned"
-    rows = _sample(order, data.codes, max_per_class)
+    paper = len(data.classes) == 2 or made["rest"] == "partitioned"
+    rows = _sample(order, data.codes, made["max_per_class"])
     if not paper:
         rows = _shuffled(data.points, rows)
     standard = data.points[rows]
     standard -= mean
     standard /= unit
     parameters = {
-        "max_impure": max_impure,
-        "floor": floor,
+        "max_impure": made["max_impure"],
+        "floor": made["floor"],
         "dim": max(affine_hull(standard[:: -(-len(standard) // _ENOUGH_POINTS)]).rank, 1),
-        "solver": solver,
-        "metric": None if standardize else unit,
-        "max_isolated": max_isolated,
+        "solver": made["solver"],
+        "metric": None if made["standardize"] else unit,
+        "max_isolated": made["max_isolated"],
     }
     tasks: Sequence[Task]
     if paper:
         tasks = _pair_tasks(standard, data.codes[rows], parameters)
     else:
         tasks = _class_tasks(standard, data.codes[rows], parameters)
+    if wanted is not None and len(data.classes) != 2:
+        tasks = [task for task in tasks if task.code in wanted]
     runs: list[tuple[Task, Separation]] = list(zip(tasks, run_all(tasks, n_jobs, progress), strict=True))
-    separated = time.perf_counter()
     pieces = _pool_pieces(runs, data, rows, mean, unit)
-    if max_isolated is not None and sum(piece.kind is Kind.ISOLATED for piece in pieces) > max_isolated:
-        pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED]
     labels = data.classes.tolist()
-    hyperplanes = _pool_hyperplanes(runs, data.codes[rows], labels, mean, unit if standardize else None)
-    del standard, tasks, runs  # the counts need memory of the same size
+    hyperplanes = _pool_hyperplanes(runs, data.codes[rows], labels, mean, unit if made["standardize"] else None)
+    return Separated(pieces, hyperplanes, unit)
+
+
+def count_partition(
+    pieces: Sequence[UncountedEllipsoid],
+    data: TrainingSet,
+    made: Mapping[str, Any],
+    device: torch.device | None = None,
+    n_jobs: int | None = None,
+) -> Partition:
+    """Count the training points in the ellipsoids of all classes; the partition has no hyperplanes, and unit scale.
+
+    Args:
+        pieces: The ellipsoids of all classes. Isolated points are left out if they are more than ``max_isolated``.
+        data: The points of all classes.
+        made: The parameters of :func:`partition`.
+        device: Torch device that counts; by default NumPy does.
+        n_jobs: Number of processes.
+
+    >>> from sepc_torch.data.arrays import training_set
+    >>> data = training_set([[0.0], [1.0], [5.0], [6.0]], ["a", "a", "b", "b"])
+    >>> pieces = partition(data.points, ["a", "a", "b", "b"]).uncounted()
+    >>> count_partition(pieces, data, {"max_isolated": None})
+    Partition(2 ellipsoids of 2 classes in 1 dimensions, 2 cells, 4 points)
+    """
+    most = made["max_isolated"]
+    if most is not None and sum(piece.kind is Kind.ISOLATED for piece in pieces) > most:
+        pieces = [piece for piece in pieces if piece.kind is not Kind.ISOLATED]
+    kinds = list(Kind)
+    pieces = sorted(pieces, key=lambda piece: (piece.code, piece.iteration, kinds.index(piece.kind)))
+    labels = data.classes.tolist()
+    order = canonical_order(data.points, data.codes)  # distances are then bit-identical for every order of the rows
     order = order[np.argsort(data.codes[order], kind="stable")]
     ellipsoids = [piece.ellipsoid for piece in pieces]
-    found = ledger(ellipsoids, data.points[order], data.codes[order], len(labels), where, n_jobs)
+    found = ledger(ellipsoids, data.points[order], data.codes[order], len(labels), device, n_jobs)
     return Partition(
         ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, found.held, strict=True)),
-        hyperplanes=hyperplanes,
+        hyperplanes=(),
         classes=data.classes,
         class_counts=np.bincount(data.codes).astype(np.int64),
-        scale=unit if standardize else np.ones_like(unit),
+        scale=np.ones(data.points.shape[1]),
         ledger=found,
         feature_names=data.feature_names,
-        made={
-            "max_impure": max_impure,
-            "solver": solver,
-            "standardize": bool(standardize),
-            "floor": floor,
-            "rest": rest,
-            "max_isolated": max_isolated,
-            "max_per_class": max_per_class,
-            "versions": _versions(solver),
-        },
-        seconds={"separate": separated - begun, "count": time.perf_counter() - separated},
+        made=made,
     )
 
 
@@ -271,9 +313,9 @@ def _pool_pieces(
     rows: Int[Array, "n"],
     mean: Float[Array, "D"],
     unit: Float[Array, "D"],
-) -> list[_UncountedEllipsoid]:
-    """The ellipsoids of all runs in the caller's coordinates and rows, sorted by class, iteration and kind."""
-    found: list[_UncountedEllipsoid] = []
+) -> list[UncountedEllipsoid]:
+    """The ellipsoids of all runs in the caller's coordinates and rows."""
+    found: list[UncountedEllipsoid] = []
     for task, separation in runs:
         sides = [rows[side] for side in task.sides()]
         for piece in separation.pieces:
@@ -283,7 +325,7 @@ def _pool_pieces(
             # The sum above rounds the centre of data far from the origin. Stretching restores the cover.
             whitener = stretched(e.whitener / unit, data.points[members] - center)
             found.append(
-                _UncountedEllipsoid(
+                UncountedEllipsoid(
                     code=int(data.codes[members[0]]),
                     ellipsoid=Ellipsoid(center, whitener),
                     kind=piece.kind,
@@ -293,8 +335,7 @@ def _pool_pieces(
                     gap=e.gap if isinstance(e, MinimumVolumeEllipsoid) else 0.0,
                 )
             )
-    kinds = list(Kind)
-    return sorted(found, key=lambda piece: (piece.code, piece.iteration, kinds.index(piece.kind)))
+    return found
 
 
 def _pool_hyperplanes(

@@ -51,6 +51,36 @@ class PartitionEllipsoid(Ellipsoid):
     gap: float
 
 
+class UncountedEllipsoid(NamedTuple):
+    """An ellipsoid in the caller's coordinates, before the training points in it are counted.
+
+    ``code`` is the index of its class. The other fields are those of :class:`PartitionEllipsoid`.
+    """
+
+    code: int
+    ellipsoid: Ellipsoid
+    kind: Kind
+    iteration: int
+    support: Int[Array, "S"]
+    covered: int
+    gap: float
+
+    def with_counts(self, label: Any, counts: Int[Array, "C"]) -> PartitionEllipsoid:
+        """The ellipsoid of the partition, with its label and the training points of each class inside."""
+        return PartitionEllipsoid(
+            center=self.ellipsoid.center,
+            whitener=self.ellipsoid.whitener,
+            label=label,
+            kind=self.kind,
+            iteration=self.iteration,
+            support=self.support,
+            covered=self.covered,
+            counts=counts,
+            purity=int(counts[self.code]) / max(int(counts.sum()), 1),
+            gap=self.gap,
+        )
+
+
 class PartitionHyperplane(NamedTuple):
     r"""The pair of hyperplanes of one iteration.
 
@@ -111,6 +141,13 @@ class Partition:
     def codes(self) -> Int[Array, "K"]:
         """The class of each ellipsoid, as an index into ``classes``."""
         return label_codes((e.label for e in self.ellipsoids), self.classes.tolist())
+
+    def uncounted(self) -> tuple[UncountedEllipsoid, ...]:
+        """The ellipsoids without their counts, for a partition of other points."""
+        return tuple(
+            UncountedEllipsoid(code, Ellipsoid(e.center, e.whitener), e.kind, e.iteration, e.support, e.covered, e.gap)
+            for code, e in zip(self.codes.tolist(), self.ellipsoids, strict=True)
+        )
 
     def distances(self, z: Float[Array, "B D"]) -> Float[Array, "B K"]:
         r"""Mahalanobis distance of every point to every ellipsoid."""

@@ -1,0 +1,408 @@
+"""Updates of a head: equal to a full fit with the same projection, undone by forget, saved, and refused when wrong."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sepc_torch import SEPC, FileFormatError, Kind, Partition, TrustHead, partition
+from sepc_torch.data import files
+from sepc_torch.head.evidence import fit_evidence, pieces_of
+from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.passes import ProjectedSet
+
+Rng = np.random.Generator
+CLASSES = ["ant", "bee", "cat", "dog"]
+FEATURES = 6
+# Distance of class centres at which one ellipsoid covers each class, and at which classes overlap.
+APART, MIXED = 12.0, 2.5
+
+
+def draw(rng: Rng, points: int, apart: float, classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings around one centre per class, and their labels; all classes have about the same size."""
+    codes = np.arange(points) % classes
+    z = rng.normal(size=(points, FEATURES)) + apart * np.eye(FEATURES)[codes]
+    return z.astype(np.float32), np.array(CLASSES)[codes]
+
+
+def fit(z: np.ndarray, y: np.ndarray, **options: object) -> TrustHead:
+    return TrustHead.fit(z, y, **{"dim": 3, "normalize": None, "keep_points": True, **options})  # type: ignore[arg-type]
+
+
+def inner(z: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points halfway between those of a class and its mean: deep inside any convex cover of the class."""
+    means = np.stack([z[y == label].mean(axis=0) for label in y])
+    return (z + means) / 2, y
+
+
+def full_partition(head: TrustHead) -> Partition:
+    """The partition of all present points from scratch, with the head's projection and options."""
+    kept, made = head.training_set, {k: v for k, v in head.sepc.made.items() if k != "versions"}
+    assert kept is not None
+    return partition(kept.points, np.array(head.classes)[kept.codes], classes=head.classes, **made)
+
+
+def assert_equals_full_fit(head: TrustHead, labels: list[str], tolerance: float = 0.0) -> None:
+    """The ellipsoids of the given classes, apart from balls, are those of a full fit."""
+    kept, full = head.training_set, full_partition(head)
+    assert kept is not None
+    for label in labels:
+        code = head.classes.index(label)
+        mine = [e for e in kept.ellipsoids if e.code == code and e.kind is not Kind.ISOLATED]
+        theirs = [e for e in full.ellipsoids if e.label == label and e.kind is not Kind.ISOLATED]
+        assert len(mine) == len(theirs)
+        for e, other in zip(mine, theirs, strict=True):
+            if tolerance:
+                # The geometric means of the semi-axes: the certificate bounds the D-th root of the volume.
+                assert abs(e.ellipsoid.log_volume - other.log_volume) / other.dim <= tolerance
+            else:
+                assert np.array_equal(e.ellipsoid.whitener, other.whitener)
+                assert np.array_equal(e.ellipsoid.center, other.center)
+
+
+def assert_same_state(head: TrustHead, other: TrustHead) -> None:
+    mine, theirs = head.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
+
+
+@pytest.fixture(scope="module")
+def data(module_rng: Rng) -> dict[float, tuple[np.ndarray, np.ndarray]]:
+    return {apart: draw(module_rng, 160, apart) for apart in (APART, MIXED)}
+
+
+@pytest.fixture(scope="module")
+def fitted(data: dict[float, tuple[np.ndarray, np.ndarray]]) -> dict[float, TrustHead]:
+    return {apart: fit(z, y) for apart, (z, y) in data.items()}
+
+
+@pytest.fixture
+def apart(fitted: dict[float, TrustHead]) -> TrustHead:
+    """A head whose classes have one ellipsoid each."""
+    return copy.deepcopy(fitted[APART])
+
+
+@pytest.fixture
+def mixed(fitted: dict[float, TrustHead]) -> TrustHead:
+    """A head whose classes overlap."""
+    return copy.deepcopy(fitted[MIXED])
+
+
+def test_points_are_not_kept_by_default(apart: TrustHead, tmp_path: Path, rng: Rng) -> None:
+    plain = TrustHead.fit(*draw(rng, 80, APART), dim=3, normalize=None)
+    assert plain.training_set is None
+    assert (plain.marked, plain.calibration_age) == ((), 0.0)
+    for call in (plain.certificate, plain.refit, lambda: plain.forget([0]), lambda: plain.update([[0.0] * 6], ["ant"])):
+        with pytest.raises(RuntimeError, match="keep_points=True"):
+            call()
+    plain.save(tmp_path / "plain")
+    arrays, options = files.read(tmp_path / "plain", "trust_head")
+    assert "training" not in options
+    assert not [name for name in arrays if name.startswith("training")]
+    # The module itself is the same with and without points.
+    assert plain.state_dict().keys() == apart.state_dict().keys()
+
+
+def test_points_inside_change_counts_only(
+    apart: TrustHead, fitted: dict[float, TrustHead], data: dict[float, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Without a solve: volumes within 1e-7 of a full fit, and counts of all points."""
+    before = fitted[APART]
+    z, y = inner(*data[APART])
+    assert apart.update(z[:40], y[:40]) is apart
+    assert apart.marked == ()
+    found = apart.certificate()
+    assert [c.state for c in found.classes] == ["counts only"] * 4
+    assert found.equals_full_fit
+    assert all(0.0 < c.volume_error <= 1e-7 for c in found.classes)
+    assert_equals_full_fit(apart, CLASSES, tolerance=1e-7)
+    assert torch.equal(apart.sepc.bank.whiteners, before.sepc.bank.whiteners)
+    assert (apart.sepc.totals - before.sepc.totals).tolist() == [10] * 4
+    assert torch.equal(apart.sepc.held.sum(dim=1) - before.sepc.held.sum(dim=1), torch.full((4,), 10))
+    assert apart.training_set is not None
+    assert apart.reference_ids == tuple(apart.training_set.ids[apart.training_set.reference_rows].tolist())
+    assert len(apart.reference_ids) == 200
+
+
+def test_one_class_changes(apart: TrustHead, data: dict[float, tuple[np.ndarray, np.ndarray]]) -> None:
+    z, y = inner(*data[APART])
+    apart.update(z[y == "bee"], y[y == "bee"])
+    assert [c.state for c in apart.certificate().classes] == ["unchanged", "counts only", "unchanged", "unchanged"]
+    assert "bee    counts only      80           1  within" in str(apart.certificate())
+
+
+def test_points_outside_mark_their_class(apart: TrustHead, rng: Rng) -> None:
+    """Only the marked class is solved, and it is equal to a full fit bit by bit."""
+    along = apart.projection.matrix[0].numpy()  # a direction that the projection keeps
+    apart.update([APART * np.eye(FEATURES)[1] + rng.choice([-60.0, 60.0]) * along / np.linalg.norm(along)], ["bee"])
+    assert apart.training_set is not None
+    assert apart.marked == ("bee",)
+    before = {e.code: e.ellipsoid.whitener for e in apart.training_set.ellipsoids}
+    assert math.isnan(apart.certificate().classes[1].volume_error)
+    apart.refit()
+    assert apart.marked == ()
+    assert [c.state for c in apart.certificate().classes][1] == "refitted"
+    assert_equals_full_fit(apart, ["bee"])
+    for e in apart.training_set.ellipsoids:
+        if e.code != 1:
+            assert np.array_equal(e.ellipsoid.whitener, before[e.code])
+    known = [c.label for c in apart.certificate().classes if not math.isnan(c.volume_error)]
+    assert_equals_full_fit(apart, known, tolerance=1e-7)
+
+
+def test_too_many_others_mark_a_class(apart: TrustHead, data: dict[float, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Points of one class at the centre of another: allowed up to max_impure."""
+    z, y = data[APART]
+    most = apart.sepc.made["max_impure"]
+    centre = np.tile(z[y == "ant"].mean(axis=0), (most + 1, 1))
+    apart.update(centre[:most], ["dog"] * most)
+    assert apart.marked == ("dog",)
+    assert apart.certificate().classes[0].state == "counts only"
+    apart.update(centre[most:], ["dog"])
+    assert apart.marked == ("ant", "dog")
+
+
+@pytest.mark.slow
+def test_update_and_refit_equal_a_full_fit(
+    mixed: TrustHead, data: dict[float, tuple[np.ndarray, np.ndarray]], rng: Rng
+) -> None:
+    """All classes again: partition, counts and evidence are those of a fit to all points with the same projections."""
+    z, y = draw(rng, 24, MIXED)
+    mixed.update(z, y)
+    partial = copy.deepcopy(mixed).refit()
+    assert_equals_full_fit(partial, [c.label for c in partial.certificate().classes if c.volume_error == 0.0])
+    mixed.refit(CLASSES)
+    assert mixed.certificate().equals_full_fit
+    assert {c.volume_error for c in mixed.certificate().classes} == {0.0}
+    full, kept, evidence = full_partition(mixed), mixed.training_set, mixed.evidence
+    assert kept is not None
+    assert evidence is not None
+    reference = SEPC.from_partition(full, nan_policy="raise")
+    for name, tensor in reference.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, mixed.sepc.state_dict()[name]), name
+    everything = np.concatenate([data[MIXED][0], z])
+    order = np.argsort(kept.codes, kind="stable")
+    points = Neighbours(torch.from_numpy(everything[order]), torch.from_numpy(kept.codes[order]))
+    with torch.no_grad():
+        coordinates = evidence.polar(torch.from_numpy(everything)).numpy()
+    projected = ProjectedSet(
+        kept.points,
+        coordinates,
+        kept.codes,
+        full.classes,
+        evidence.polar,
+        evidence.white,
+        points,
+        order,
+        kept.variance,
+    )
+    expected = fit_evidence(projected, pieces_of(full, kept.points, kept.codes)).measure(torch.from_numpy(z))
+    found = evidence.measure(torch.from_numpy(z))
+    # Offsets of the reference points have another origin, so that distances differ by rounding errors of float32.
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("spread", [APART, MIXED])
+def test_forget_undoes_an_update(fitted: dict[float, TrustHead], rng: Rng, spread: float) -> None:
+    """Counts, densities and reference points come back bit by bit; marks stay."""
+    head = copy.deepcopy(fitted[spread])
+    z, y = draw(rng, 30, spread)
+    names = [1000 + i for i in range(30)]
+    head.update(z, y, ids=names)
+    assert head.calibration_age == 30 / 190
+    marked = head.marked
+    head.forget(names)
+    assert head.calibration_age == 60 / 160
+    assert set(marked) <= set(head.marked)
+    assert_same_state(head, fitted[spread])
+
+
+def test_forgotten_support_points_mark_their_class(apart: TrustHead) -> None:
+    kept = apart.training_set
+    assert kept is not None
+    cat = kept.ellipsoids[2]
+    rows = np.flatnonzero(kept.codes == 2)
+    interior = int(rows[cat.ellipsoid.distance(kept.points[rows]).argmin()])
+    apart.forget(kept.ids[interior])
+    assert apart.marked == ()
+    assert_equals_full_fit(apart, CLASSES, tolerance=1e-7)
+    support = kept.ids[cat.support].tolist()
+    apart.forget(support[:1])
+    assert apart.marked == ("cat",)
+    assert_equals_full_fit(apart.refit(), ["cat"])
+    assert apart.training_set is not None
+    assert support[0] not in apart.training_set.ids
+    assert support[0] not in (apart.reference_ids or ())
+
+
+def test_two_classes_are_solved_together(rng: Rng) -> None:
+    z, y = draw(rng, 80, APART, classes=2)
+    head = fit(z, y, dim=2)
+    head.update(*inner(z, y))
+    assert head.marked == ()
+    assert head.certificate().equals_full_fit
+    assert_equals_full_fit(head, CLASSES[:2], tolerance=1e-7)
+    kept = head.training_set
+    assert kept is not None
+    head.forget(kept.ids[kept.ellipsoids[0].support[0]])
+    assert head.marked == ("ant", "bee")
+    head.refit("ant")
+    assert [c.state for c in head.certificate().classes] == ["refitted", "refitted"]
+    assert_equals_full_fit(head, CLASSES[:2])
+
+
+def test_partitioned_rest_is_solved_class_by_class(rng: Rng) -> None:
+    z, y = draw(rng, 90, APART, classes=3)
+    head = fit(z, y, rest="partitioned")
+    head.update(*inner(z, y))
+    assert not head.certificate().equals_full_fit  # how others are covered may change
+    head.refit(["cat"])
+    assert [c.volume_error == 0.0 for c in head.certificate().classes] == [False, False, True]
+    assert_equals_full_fit(head, ["cat"])
+
+
+def test_reference_points_stay_a_sample(rng: Rng) -> None:
+    z, y = draw(rng, 120, APART)
+    head = fit(z, y, reference_points=40)
+    more, labels = draw(rng, 200, APART)
+    head.update(more, labels)
+    everything = torch.from_numpy(np.concatenate([z, more]))
+    assert head.evidence is not None
+    reference, ids = head.evidence.reference_points, head.reference_ids
+    assert ids is not None
+    assert len(ids) == len(set(ids)) == 40
+    assert max(ids) >= 120  # 200 of 320 points are new: none among 40 has probability below 1e-13
+    torch.testing.assert_close(reference.points, everything[list(ids)], rtol=0, atol=1e-4)
+    assert torch.equal(reference.codes, torch.arange(4).repeat_interleave(10))
+
+
+def test_heads_without_reference_points(rng: Rng) -> None:
+    z, y = draw(rng, 80, APART)
+    head = fit(z, y, reference_points=0)
+    head.update(*inner(z, y)).forget(range(100, 110))
+    assert head.reference_ids == ()
+    assert head.evidence is not None
+    assert head.evidence.support_names == ("regions",)
+
+
+def test_the_calibration_ages(rng: Rng) -> None:
+    z, y = draw(rng, 80, APART)
+    head = fit(z, y).calibrate(*draw(rng, 80, APART))
+    assert head.calibration_age == 0.0
+    head.update(*draw(rng, 20, APART)).forget([0, 1, 2])
+    assert head.calibration_age == 23 / 97
+    assert f"{23 / 97:.1%} of the training points changed since the calibration." in str(head.certificate())
+    assert torch.isfinite(head(torch.from_numpy(z)).confidence).all()  # the old calibration still answers
+    assert head.calibrate(*draw(rng, 80, APART)).calibration_age == 0.0
+
+
+@pytest.mark.slow
+def test_saved_heads_can_be_updated(mixed: TrustHead, rng: Rng, tmp_path: Path) -> None:
+    """A loaded head continues where the saved one stood, bit by bit."""
+    first, second = draw(rng, 20, MIXED), draw(rng, 20, MIXED)
+    mixed.update(*first)
+    mixed.save(tmp_path / "head")
+    loaded = TrustHead.load(tmp_path / "head")
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "head").read_bytes()
+    assert loaded.marked == mixed.marked
+    assert loaded.calibration_age == mixed.calibration_age == 20 / 180
+    assert str(loaded.certificate()) == str(mixed.certificate())
+    for head in (mixed, loaded):
+        head.refit().update(*second).forget([3, 161])
+    assert_same_state(loaded, mixed)
+    assert loaded.reference_ids == mixed.reference_ids
+
+
+def test_state_dicts_hold_no_points(apart: TrustHead) -> None:
+    """Kept points would not belong to the loaded state."""
+    apart.load_state_dict(apart.state_dict())
+    assert apart.training_set is None
+
+
+def test_forged_training_points_are_refused(apart: TrustHead, tmp_path: Path) -> None:
+    apart.save(tmp_path / "head")
+    arrays, options = files.read(tmp_path / "head", "trust_head")
+    options = {name: value for name, value in options.items() if name not in ("kind", "format")}
+    codes, training = arrays["training.codes"], options["training"]
+    forgeries = [
+        ({"training.codes": np.roll(codes, 1) * 0}, {}, "do not match their counts"),
+        ({"training.reference_rows": arrays["training.reference_rows"][::-1]}, {}, "reference points do not match"),
+        ({}, {"ids": training["ids"][1:]}, "do not list 160 identifiers"),
+        ({}, {"ids": None}, "do not name the training points"),
+        ({}, {"kinds": ["round"] * 4}, "other kinds"),
+        ({}, {"states": []}, "do not list 4 states"),
+        ({}, {"changes": -1}, "lack changes"),
+    ]
+    for changed, described, message in forgeries:
+        files.write(
+            tmp_path / "forged", "trust_head", {**arrays, **changed}, {**options, "training": {**training, **described}}
+        )
+        with pytest.raises(FileFormatError, match=message):
+            TrustHead.load(tmp_path / "forged")
+
+
+def test_a_float64_head_is_updated_in_float64(apart: TrustHead, rng: Rng) -> None:
+    apart.double().update(*draw(rng, 8, APART))
+    assert apart.sepc.bank.whiteners.dtype == torch.float64
+    assert apart.evidence is not None
+    assert apart.evidence.reference_points.offsets.dtype == torch.float64
+    assert len(apart.training_set or ()) == 168
+
+
+def test_ids_of_unsigned_integers_stay_integers(rng: Rng) -> None:
+    z, y = draw(rng, 80, APART)
+    head = fit(z, y, ids=np.arange(80, dtype=np.uint64))
+    head.update(z[:2], y[:2]).update(z[:1], y[:1], ids=np.array([200], dtype=np.uint8))
+    assert head.training_set is not None
+    assert head.training_set.ids.dtype == np.int64
+    assert head.training_set.ids[-3:].tolist() == [80, 81, 200]
+
+
+def test_wrong_updates_are_refused(apart: TrustHead) -> None:
+    row = [[0.0] * FEATURES]
+    before = apart.training_set
+    with pytest.raises(ValueError, match=r"does not know the classes 'eel'.* Fit again"):
+        apart.update(row, ["eel"])
+    with pytest.raises(ValueError, match="must have 6 features"):
+        apart.update([[0.0]], ["ant"])
+    with pytest.raises(ValueError, match="NaN"):
+        apart.update([[np.nan] * FEATURES], ["ant"])
+    with pytest.raises(ValueError, match="2 labels for 1 embeddings"):
+        apart.update(row, ["ant", "bee"])
+    with pytest.raises(ValueError, match="must be new: 7 is in the training set"):
+        apart.update(row, ["ant"], ids=[7])
+    with pytest.raises(ValueError, match="one of them is given twice"):
+        apart.update(row * 2, ["ant", "bee"], ids=[999, 999])
+    with pytest.raises(TypeError, match="same kind"):
+        apart.update(row, ["ant"], ids=["x"])
+    with pytest.raises(ValueError, match="does not know the classes 'eel'"):
+        apart.refit(["eel"])
+    with pytest.raises(ValueError, match=r"1 ids are not in the training set of the head, such as 500"):
+        apart.forget([0, 500])
+    with pytest.raises(ValueError, match="All points of class 'ant' would be removed"):
+        apart.forget(range(0, 160, 4))
+    assert apart.training_set is before
+    assert apart.refit() is apart  # nothing is marked
+
+
+def test_wrong_updates_of_other_heads_are_refused(rng: Rng) -> None:
+    z, y = draw(rng, 80, APART)
+    head = fit(z, y, normalize="l2", reference_points=4, ids=[f"p{i}" for i in range(80)])
+    with pytest.raises(ValueError, match="Row 1 has no projection"):
+        head.update(np.stack([z[0], 0.0 * z[0]]), y[:2], ids=["a", "b"])
+    with pytest.raises(ValueError, match="pass ids for the new points too"):
+        head.update(z, y)
+    assert head.reference_ids is not None
+    with pytest.raises(ValueError, match="All reference points of class 'ant' would be removed"):
+        head.forget(head.reference_ids[0])
