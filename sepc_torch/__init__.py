@@ -3,8 +3,8 @@
 The folders, in the order of the data: ``data`` checks arrays, ``solvers`` solves the convex programs, ``partitioning``
 covers labelled points with ellipsoids, ``model`` is the frozen torch classifier, ``head`` turns a network's embeddings
 into calibrated trust, ``metrics`` evaluates trust scores, ``training`` uses them in active learning and in Lightning.
-``layers`` holds the differentiable fits. ``estimator`` (scikit-learn), ``plot``, ``cli`` and ``demo`` build on all of
-them.
+``layers`` holds the differentiable fits. ``serving`` runs heads in other processes. ``estimator`` (scikit-learn),
+``mlflow``, ``plot``, ``cli`` and ``demo`` build on all of them.
 
 Public names are imported on first use, so a frozen model runs where only torch and NumPy are installed.
 """
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sepc_torch.partitioning.landscape import landscape as landscape
     from sepc_torch.partitioning.landscape import small_disjuncts as small_disjuncts
     from sepc_torch.partitioning.record import Partition as Partition
+    from sepc_torch.serving.scorer import Scorer as Scorer
     from sepc_torch.solvers import distance_to_ellipsoid as distance_to_ellipsoid
     from sepc_torch.solvers import ellipsoids_intersect as ellipsoids_intersect
     from sepc_torch.solvers import minimum_volume_ellipsoid as minimum_volume_ellipsoid
@@ -75,6 +76,7 @@ _HOME = {
     "Prediction": "model.prediction",
     "RCHLayer": "layers",
     "Rule": "model.rules",
+    "Scorer": "serving.scorer",
     "SuspiciousLabels": "head.label_errors",
     "TrustClassifier": "trust_classifier",
     "TrustHead": "head.trust_head",

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "metrics": [*_GROUND, "data", "solvers", "model", "head"],
     "training": [*_GROUND, "data", "partitioning", "model", "head", "metrics"],
     "report": _LIBRARY,
+    "serving": _LIBRARY,
     # One-line modules that keep documented import paths working after their contents moved.
     "programs": ["solvers"],
     "guarantees": ["head"],
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "active": ["training"],
     "callbacks": ["training"],
     # Entry points for users.
+    "mlflow": [*_LIBRARY, "serving"],
     "plot": _LIBRARY,
     "estimator": _LIBRARY,
     "classifier_embedding": _LIBRARY,
@@ -50,7 +52,13 @@ MAY_IMPORT = {
 }
 # The only imports that point downward: a method of a class calls an entry point for its user, and imports it inside the
 # method. The class works without the entry point, and importing its module does not import the entry point.
-DELEGATES = {"sepc_torch.head.trust_head": {"sepc_torch.report.write_report"}}
+DELEGATES = {
+    "sepc_torch.head.trust_head": {
+        "sepc_torch.report.write_report",
+        "sepc_torch.serving.export.write_onnx",
+        "sepc_torch.serving.export.write_pt2",
+    }
+}
 # The frozen model needs the records of a partition, not the algorithm that makes one.
 RECORDS_ONLY = {"model": {"sepc_torch.partitioning.record", "sepc_torch.partitioning.cells"}}
 
@@ -61,6 +69,8 @@ HEAVY = [
     "joblib",
     "lightning",
     "matplotlib",
+    "mlflow",
+    "onnx",
     "pandas",
     "pyarrow",
     "pytorch_lightning",

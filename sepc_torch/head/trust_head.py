@@ -663,6 +663,33 @@ class TrustHead(nn.Module):
         options = {"sepc": self.sepc.get_extra_state(), **self.get_extra_state()}
         write_head(path, self.state_dict(), options, self.training_set)
 
+    def to_onnx(self, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
+        """Write the head as an ONNX file of standard operators, opset 18, for any batch size (extra ``onnx``).
+
+        The inputs are ``z`` (B, D) and ``logits`` (B, C), the outputs are the fields of
+        :class:`~sepc_torch.HeadPrediction`. The metadata of the file hold ``classes``, ``feature_names`` and
+        ``in_features`` as JSON. Rows with NaN are flagged, whatever the ``nan_policy``. Of ellipsoids equally near to a
+        point outside, the graph expands at most four.
+
+        Args:
+            path: The file to write.
+            logits: Whether the graph takes logits; by default if the head was calibrated with logits.
+        """
+        from sepc_torch.serving.export import write_onnx  # imported here: a head runs without the packages of ONNX
+
+        write_onnx(self, path, logits=logits)
+
+    def export(self, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
+        """Write the head as a ``.pt2`` file that ``torch.export.load`` reads in a process without this package.
+
+        ``torch.export.load(path).module()(z, logits)`` returns a dictionary of the fields of
+        :class:`~sepc_torch.HeadPrediction`, on the CPU. Arguments and limits are those of :meth:`to_onnx`; the
+        description is the extra file ``head.json``.
+        """
+        from sepc_torch.serving.export import write_pt2  # imported here: it stands above this module
+
+        write_pt2(self, path, logits=logits)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TrustHead:
         """Load a head that :meth:`save` wrote, onto a device."""

@@ -186,14 +186,17 @@ def _task(record: Mapping[str, Any]) -> dict[str, Any]:
     """Label Studio task, with the model's label as a prediction and its trust as the score to sort tasks by."""
     if record.get("label") is None:  # no prediction
         return {"data": dict(record), "predictions": []}
-    choice = {
-        "from_name": "label",
-        "to_name": "sample",
-        "type": "choices",
-        "value": {"choices": [str(record.get("label"))]},
-    }
-    prediction = {"model_version": "sepc_torch", "score": record.get("trust"), "result": [choice]}
-    return {"data": dict(record), "predictions": [prediction]}
+    return {"data": dict(record), "predictions": [label_studio_prediction(record["label"], record.get("trust"))]}
+
+
+def label_studio_prediction(label: Any, score: float | None) -> dict[str, Any]:
+    """Prediction of Label Studio that preselects a label as a choice.
+
+    >>> label_studio_prediction("cat", 0.9)["result"][0]["value"]
+    {'choices': ['cat']}
+    """
+    choice = {"from_name": "label", "to_name": "sample", "type": "choices", "value": {"choices": [str(label)]}}
+    return {"model_version": "sepc_torch", "score": score, "result": [choice]}
 
 
 def _check_fields(fields: Collection[Any], source: str) -> None:

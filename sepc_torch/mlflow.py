@@ -1,0 +1,138 @@
+"""MLflow flavour of trust heads: ``save_model``, ``log_model`` and ``load_model`` (extra ``mlflow``).
+
+A saved model is a folder with the head as safetensors, a signature and an input example, and no pickle. MLflow loads it
+as a ``pyfunc`` model, for ``mlflow models serve``, ``mlflow.pyfunc.spark_udf`` or ``mlflow.evaluate``. Its ``predict``
+takes a table of embeddings and returns a table of scores; the column ``prediction`` is the label.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.serving.scorer import LOGITS, Scorer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FLAVOR = "sepc_torch"
+_FILE = "head.safetensors"
+# Rows of the input example.
+_EXAMPLE_ROWS = 2
+
+
+class PyfuncHead:
+    """A head as MLflow's ``pyfunc`` calls it.
+
+    Args:
+        path: File that :meth:`TrustHead.save` wrote.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.scorer = Scorer(path)
+
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Score a table or an array; ``prediction`` is the network's label, or the head's own without logits."""
+        import pandas as pd
+
+        columns = self.scorer(data)
+        frame = columns if isinstance(columns, pd.DataFrame) else pd.DataFrame(columns)
+        frame.insert(0, "prediction", frame["network_label"])
+        return frame
+
+
+def _load_pyfunc(path: str) -> PyfuncHead:
+    """Load a model; MLflow calls this function by name."""
+    return PyfuncHead(Path(path) / _FILE if Path(path).is_dir() else path)
+
+
+def save_model(head: TrustHead, path: str | os.PathLike[str], mlflow_model: Any = None, **metadata: Any) -> None:
+    """Write a head as an MLflow model.
+
+    Args:
+        head: The head. With a calibration for logits, the signature has a column of logits.
+        path: Folder to create.
+        mlflow_model: The :class:`mlflow.models.Model` to add to; by default a new one.
+        metadata: Further arguments of :func:`mlflow.pyfunc.save_model`, for instance ``metadata={"owner": "me"}``.
+
+    >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], ["a", "a", "b", "b"], dim=1)
+    >>> save_model(head, "model")  # doctest: +SKIP
+    >>> load_model("model").classes  # doctest: +SKIP
+    ['a', 'b']
+    """
+    import tempfile
+
+    import mlflow.pyfunc
+    from mlflow.models import Model, ModelSignature, infer_signature
+
+    example = input_example(head)
+    model = Model() if mlflow_model is None else mlflow_model
+    model.add_flavor(FLAVOR, data=f"data/{_FILE}", classes=[str(name) for name in head.classes])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / _FILE
+        head.save(file)
+        signature: ModelSignature = infer_signature(example, PyfuncHead(file).predict(example))
+        mlflow.pyfunc.save_model(
+            str(path),
+            loader_module="sepc_torch.mlflow",
+            data_path=str(file),
+            mlflow_model=model,
+            **{
+                "signature": signature,
+                "input_example": example,
+                "pip_requirements": [f"sepc_torch=={_version()}", "pandas"],
+                **metadata,
+            },
+        )
+
+
+def log_model(head: TrustHead, name: str, **options: Any) -> Any:
+    """Log a head to the current MLflow run; arguments and result as in :meth:`mlflow.models.Model.log`."""
+    import sys
+
+    from mlflow.models import Model
+
+    return Model.log(None, name=name, flavor=sys.modules[__name__], head=head, **options)
+
+
+def load_model(model_uri: str | os.PathLike[str]) -> TrustHead:
+    """Load the head itself from a folder, a run or a registry; ``mlflow.pyfunc.load_model`` loads the pyfunc model."""
+    from mlflow.models import Model
+    from mlflow.tracking.artifact_utils import _download_artifact_from_uri
+
+    folder = Path(_download_artifact_from_uri(artifact_uri=str(model_uri)))
+    flavors = Model.load(str(folder)).flavors
+    if FLAVOR not in flavors:
+        raise ValueError(f"{model_uri} has the flavours {sorted(flavors)}, not {FLAVOR!r}; save it with save_model.")
+    return TrustHead.load(folder / flavors[FLAVOR]["data"])
+
+
+def input_example(head: TrustHead) -> pd.DataFrame:
+    """A table in the form that the head takes: a column for each feature, or a column ``z`` of lists.
+
+    >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+    >>> input_example(head)
+                z
+    0  [0.0, 1.0]
+    1  [1.0, 0.0]
+    """
+    import pandas as pd
+
+    rows = np.eye(head.in_features)[np.arange(_EXAMPLE_ROWS)[::-1] % head.in_features]
+    if head.feature_names is None:
+        frame = pd.DataFrame({"z": rows.tolist()})
+    else:
+        frame = pd.DataFrame(rows, columns=list(head.feature_names))
+    if head.calibration is not None and head.calibration.network.done:
+        frame[LOGITS] = np.eye(len(head.classes))[np.arange(_EXAMPLE_ROWS) % len(head.classes)].tolist()
+    return frame
+
+
+def _version() -> str:
+    import sepc_torch
+
+    return sepc_torch.__version__

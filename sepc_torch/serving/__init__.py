@@ -1,0 +1,1 @@
+"""Trust heads outside this process: engines, servers, registries, exported graphs, and adapters to other libraries."""

@@ -1,0 +1,91 @@
+"""Exported trust heads: files for ONNX Runtime and for ``torch.export.load``, which run without this package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.data import files
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.serving.standard_operators import StandardOperators
+
+# The first opset with ScatterElements(reduction="max"), which the largest density of a class needs.
+OPSET = 18
+# Rows of the example that is traced. Any number above 1: torch treats 0 and 1 as constants.
+_ROWS = 3
+
+
+class _Fields(nn.Module):
+    """A head in standard operators that returns a dictionary: a reader needs nothing of this package."""
+
+    def __init__(self, head: TrustHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, z: Tensor, logits: Tensor | None = None) -> dict[str, Tensor]:
+        """The fields of the head's prediction by name."""
+        with StandardOperators():
+            return self.head(z, logits=logits)._asdict()
+
+
+def exported_program(head: TrustHead, *, logits: bool | None = None) -> torch.export.ExportedProgram:
+    """A head as a graph of standard operators for any batch size, on the CPU.
+
+    Args:
+        head: The head.
+        logits: Whether the graph takes logits; by default if the head was calibrated with logits.
+    """
+    if logits is None:
+        logits = head.calibration is not None and head.calibration.network.done
+    on_cpu = copy.deepcopy(head).cpu()
+    like = on_cpu.projection.shift
+    example = [like.new_ones(_ROWS, on_cpu.in_features)]
+    if logits:
+        example.append(like.new_ones(_ROWS, len(on_cpu.classes)))
+    batch = torch.export.Dim("batch")
+    with torch.no_grad():
+        program = torch.export.export(
+            _Fields(on_cpu), tuple(example), dynamic_shapes=tuple({0: batch} for _ in example), strict=False
+        )
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # paths of this machine have no place in a file for others
+    return program
+
+
+def write_pt2(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
+    """Write a head as a ``.pt2`` file; see :meth:`TrustHead.export`."""
+    program = exported_program(head, logits=logits)
+    # An open file: torch warns of a path that does not end in .pt2, and the temporary one does not.
+    with files.replacing(Path(path)) as temporary, temporary.open("wb") as file:
+        torch.export.save(program, file, extra_files={"head.json": json.dumps(_description(head))})
+
+
+def write_onnx(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
+    """Write a head as an ONNX file; see :meth:`TrustHead.to_onnx`."""
+    program = exported_program(head, logits=logits)
+    made = torch.onnx.export(
+        program,
+        input_names=["z", "logits"][: len(program.graph_signature.user_inputs)],
+        output_names=list(HeadPrediction._fields),
+        opset_version=OPSET,
+        dynamo=True,
+        optimize=False,  # ONNX Runtime optimises the graph when it loads the file, in less time
+        verbose=False,
+    )
+    assert made is not None  # None only if a file is given
+    made.model.metadata_props.update({name: json.dumps(value) for name, value in _description(head).items()})
+    with files.replacing(Path(path)) as temporary:
+        made.save(temporary)
+
+
+def _description(head: TrustHead) -> dict[str, Any]:
+    """Facts of a head that a user of the file needs beside the graph."""
+    return {"classes": head.classes, "feature_names": head.feature_names, "in_features": head.in_features}

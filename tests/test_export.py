@@ -1,0 +1,190 @@
+"""Exported heads: standard operators, ONNX files and .pt2 files give the answers of the head itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sepc_torch import HeadPrediction, TrustHead
+from sepc_torch.head.label_calibration import RESOLUTION
+from sepc_torch.serving.standard_operators import StandardOperators
+
+# Settings of heads that use every operator: two distances, several sizes of classes, with and without neighbours.
+HEADS: dict[str, dict[str, Any]] = {
+    "mahalanobis": {"classes": 3, "dim": 3},
+    "euclidean": {"classes": 3, "dim": 3, "nearest": "euclidean"},
+    "many classes": {"classes": 33, "dim": 2, "rows": 330},
+    "no reference points": {"classes": 2, "dim": 2, "reference_points": 0, "normalize": "standardize"},
+}
+
+
+def assert_equal(got: HeadPrediction, want: HeadPrediction) -> None:
+    """Equal labels and decisions; scores equal within the resolution that the head itself calls equal.
+
+    Another processor rounds in another way, and can move one of some thousand points over a surface or a threshold.
+    """
+    rows = len(want.label)
+    for name in ("label", "rule", "network_label", "accept"):
+        assert int((getattr(got, name) != getattr(want, name)).sum()) <= rows // 5000, name
+    for name in ("distance", "confidence", "strangeness", "joint"):
+        a, b = getattr(got, name), getattr(want, name)
+        torch.testing.assert_close(a, b, rtol=RESOLUTION, atol=RESOLUTION, equal_nan=True, msg=name)
+    for name in ("trust", "network_trust", "margin", "network_margin", "p_value", "class_p_value"):
+        a, b = getattr(got, name), getattr(want, name)
+        same = torch.isclose(a, b, rtol=RESOLUTION, atol=RESOLUTION, equal_nan=True)
+        # A p-value can differ by one rank, where a score lies at the edge of the resolution around a calibration score.
+        assert int((~same).sum()) <= rows // 100, name
+
+
+@pytest.mark.filterwarnings("ignore:.*classes have few:UserWarning", "ignore:.*classes have fewer than:UserWarning")
+@pytest.mark.parametrize("name", HEADS)
+def test_standard_operators_give_the_answers_of_our_own(name: str) -> None:
+    rng = np.random.default_rng(0)
+    settings = dict(HEADS[name])
+    classes, rows = int(settings.pop("classes")), int(settings.pop("rows", 240))
+    y = np.arange(rows) % classes
+    x = rng.normal(size=(rows, 5)) + 3.0 * rng.normal(size=(classes, 5))[y]
+    logits = rng.normal(size=(rows, classes)) + 3.0 * np.eye(classes)[y]
+    head = TrustHead.fit(x, y, nan_policy="flag", **settings).calibrate(x + 0.3 * rng.normal(size=x.shape), y, logits)
+    z = torch.from_numpy(np.concatenate([x, 4.0 * x[:50], np.zeros((1, 5)), np.full((1, 5), np.nan)])).float()
+    given = torch.from_numpy(np.concatenate([logits, logits[:52]])).float()
+    given[3] = torch.nan
+    for some in (None, given):
+        with StandardOperators():
+            got = head(z, logits=some)
+        assert_equal(got, head(z, logits=some))
+
+
+def test_equally_near_ellipsoids_are_all_expanded() -> None:
+    """A point between mirror images of one class has the same counts in the graph."""
+    corner = np.array([[1.0, 0.0], [2.0, 0.3], [2.0, -0.3], [3.0, 0.0]])
+    points = np.concatenate([corner, -corner, corner[:, ::-1], -corner[:, ::-1]])
+    head = TrustHead.fit(points, np.repeat([0, 1, 2, 3], 4), normalize=None, dim=2)
+    z = torch.tensor([[0.0, 0.0], [0.1, 0.1], [0.1, 0.0]])
+    with StandardOperators():
+        got = head(z)
+    assert_equal(got, head(z))
+
+
+SCRIPT = """
+    import functools, json, sys
+    import numpy as np, torch
+    from sepc_torch import TrustHead
+    from sepc_torch.serving import export
+    export.exported_program = functools.cache(export.exported_program)  # one trace for both files
+    rng = np.random.default_rng(0)
+    centres = 2.0 * rng.normal(size=(3, 5))
+    def data(n):
+        y = rng.integers(0, 3, n)
+        x = rng.normal(size=(n, 5)) + centres[y]
+        return x, np.array(["a", "b", "c"])[y], -((x[:, None] - centres) ** 2).sum(-1) / 2
+    x, y, _ = data(240)
+    head = TrustHead.fit(x, y, dim=3, reference_points=60).calibrate(*data(60))
+    head.save(sys.argv[1] + "/head.safetensors")
+    head.export(sys.argv[1] + "/head.pt2")
+    head.to_onnx(sys.argv[1] + "/head.onnx")
+    x, _, logits = data(10_000)
+    x[:3000] *= 4.0
+    x[7], logits[8], logits[9, 0] = np.nan, np.nan, -np.inf
+    np.savez(sys.argv[1] + "/rows.npz", z=x.astype(np.float32), logits=logits.astype(np.float32))
+"""
+# Reads the .pt2 file where this package cannot be imported.
+ALONE = """
+    import json, sys
+    sys.modules["sepc_torch"] = None
+    import numpy as np, torch
+    rows = {name: torch.from_numpy(array) for name, array in np.load(sys.argv[1] + "/rows.npz").items()}
+    extra = {"head.json": ""}
+    program = torch.export.load(sys.argv[1] + "/head.pt2", extra_files=extra).module()
+    assert json.loads(extra["head.json"])["classes"] == ["a", "b", "c"]
+    assert len(program(rows["z"][:1], rows["logits"][:1])["label"]) == 1
+    out = program(rows["z"], rows["logits"])
+    np.savez(sys.argv[1] + "/alone.npz", **{name: column.numpy() for name, column in out.items()})
+"""
+
+
+def run_python(code: str, folder: Path) -> None:
+    """Run a script in a fresh process, without the shape checks of the tests."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a head, its exported files and rows to score."""
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    made = tmp_path_factory.mktemp("exported")
+    run_python(SCRIPT, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[str, np.ndarray]:
+    return dict(np.load(folder / "rows.npz"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
+    head = TrustHead.load(folder / "head.safetensors")
+    head.sepc.nan_policy = "flag"  # graphs flag under either policy
+    return head(torch.from_numpy(rows["z"]), logits=torch.from_numpy(rows["logits"]))
+
+
+@pytest.mark.slow
+def test_onnx_runtime_gives_the_answers_of_the_head(
+    folder: Path, rows: dict[str, np.ndarray], expected: HeadPrediction
+) -> None:
+    ort = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(folder / "head.onnx", options, providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == list(HeadPrediction._fields)
+    assert session.get_modelmeta().custom_metadata_map["classes"] == '["a", "b", "c"]'
+    assert_equal(HeadPrediction(*map(torch.from_numpy, session.run(None, rows))), expected)
+    one = session.run(None, {name: values[:1] for name, values in rows.items()})
+    assert [len(values) for values in one] == [1] * len(HeadPrediction._fields)
+
+
+@pytest.mark.slow
+def test_onnx_files_use_standard_operators_only(folder: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+    model = onnx.load(folder / "head.onnx")
+    onnx.checker.check_model(model)
+    assert [(entry.domain, entry.version) for entry in model.opset_import if not entry.domain.startswith("pkg.")] == [
+        ("", 18)
+    ]
+    functions = {(function.domain, function.name) for function in model.functions}
+    assert all(node.domain == "" or (node.domain, node.op_type) in functions for node in model.graph.node)
+
+
+@pytest.mark.slow
+def test_pt2_files_load_without_this_package(folder: Path, expected: HeadPrediction) -> None:
+    run_python(ALONE, folder)
+    found = np.load(folder / "alone.npz")
+    assert_equal(HeadPrediction(*(torch.from_numpy(found[name]) for name in HeadPrediction._fields)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head.onnx", "head.pt2"])
+def test_exported_files_hold_no_paths_of_this_machine(folder: Path, name: str) -> None:
+    assert b"trust_head.py" not in (folder / name).read_bytes()  # the archive of a .pt2 file is not compressed
+
+
+def test_a_failed_export_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr("sepc_torch.serving.export.exported_program", lambda *_args, **_options: None)
+    monkeypatch.setattr(torch.export, "save", fail)
+    head = TrustHead.fit(np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2, dim=2)
+    with pytest.raises(RuntimeError, match="no space"):
+        head.export(tmp_path / "head.pt2")
+    assert list(tmp_path.iterdir()) == []

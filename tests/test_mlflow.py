@@ -1,0 +1,71 @@
+"""The MLflow flavour, in a fresh process: importing MLflow changes settings of the whole process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sepc_torch import TrustHead
+from sepc_torch.mlflow import input_example
+
+SCRIPT = """
+    import pathlib, sys
+    import mlflow, numpy as np, pandas as pd
+    import sepc_torch.mlflow
+    from sepc_torch import TrustHead
+    folder = pathlib.Path(sys.argv[1])
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 240)
+    x = rng.normal(size=(240, 4)) + 3.0 * np.eye(3, 4)[y]
+    names, logits = np.array(["a", "b", "c"])[y], 3.0 * x[:, :3]
+    table = pd.DataFrame(x, columns=list("pqrs"))
+    head = TrustHead.fit(table, names, dim=3).calibrate(table + 0.1, names, logits)
+    sepc_torch.mlflow.save_model(head, folder / "model", metadata={"owner": "me"})
+    kinds = {path.suffix for path in (folder / "model").rglob("*") if path.is_file()}
+    assert kinds == {"", ".yaml", ".json", ".txt", ".safetensors"}, kinds
+    model = mlflow.pyfunc.load_model(str(folder / "model"))
+    assert model.metadata.metadata == {"owner": "me"}
+    assert [column.name for column in model.metadata.signature.inputs] == [*"pqrs", "logits"]
+    assert model.metadata.signature.outputs.inputs[0].name == "prediction"
+    out = model.predict(table.assign(logits=list(logits)))
+    want = head.judge(table, logits)
+    assert (out["prediction"] == np.array(head.classes)[want.network_label]).all()
+    assert (out["accept"] == want.accept.numpy()).all()
+    assert len(model.predict(model.input_example)) == 2
+    assert sepc_torch.mlflow.load_model(folder / "model").classes == ["a", "b", "c"]
+    mlflow.set_tracking_uri((folder / "runs").as_uri())
+    with mlflow.start_run():
+        logged = sepc_torch.mlflow.log_model(head, "trust")
+    again = mlflow.pyfunc.load_model(logged.model_uri).predict(table.assign(logits=list(logits)))
+    assert (again["label"] == out["label"]).all()
+    assert sepc_torch.mlflow.load_model(logged.model_uri).feature_names == ("p", "q", "r", "s")
+"""
+
+
+@pytest.mark.slow
+def test_models_are_saved_logged_and_loaded(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mlflow") is None:
+        pytest.skip("needs the extra mlflow")
+    quiet = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_input_example_has_the_columns_of_the_head() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)), np.arange(60) % 2
+    head = TrustHead.fit(x, y, dim=2)
+    assert list(input_example(head)) == ["z"]
+    head.calibrate(x + 0.1, y, rng.normal(size=(60, 2)))
+    assert list(input_example(head)) == ["z", "logits"]
+    assert head.judge(np.stack(input_example(head)["z"].to_list())).label.shape == (2,)
