@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Browser:
             text=True,
             env={**os.environ, "HOME": str(folder)},
         )
+        self._events: list[dict[str, Any]] = []
         try:
             self._address = f"http://127.0.0.1:{self._port()}"
             options = {"binary": chromium, "args": [*_FLAGS, f"--user-data-dir={folder / 'profile'}"]}
@@ -65,11 +67,31 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Load a file and wait until it is complete."""
-        self._call("POST", f"{self._session}/url", {"url": path.as_uri()})
+        self._navigate(path.as_uri())
 
     def open_blank(self) -> None:
         """Leave the page, and the pages that the browser itself shows at first."""
-        self._call("POST", f"{self._session}/url", {"url": "about:blank"})
+        self._navigate("about:blank")
+
+    def _navigate(self, address: str) -> None:
+        """Load an address and wait for its load event: the driver can return while the page is still parsed."""
+        self._events = []
+        self.log("performance")
+        self._call("POST", f"{self._session}/url", {"url": address})
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
+            self._events += self._new_events()
+            arrived = False
+            for event in self._events:
+                if event["method"] == "Page.frameNavigated":
+                    arrived |= event["params"]["frame"]["url"] == address
+                elif event["method"] == "Page.loadEventFired" and arrived:
+                    return
+            time.sleep(0.05)
+        raise TimeoutError(f"{address} is not complete after {_TIMEOUT} seconds.")
+
+    def _new_events(self) -> list[dict[str, Any]]:
+        return [json.loads(entry["message"])["message"] for entry in self.log("performance")]
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run the body of a function in the page and return its value."""
@@ -89,14 +111,28 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=[feature])
         self.command("Emulation.setScriptExecutionDisabled", value=not scripts)
 
+    def widths(self) -> tuple[int, int]:
+        """Widths of the window and of the page in pixels, without a script.
+
+        A page that has just been loaded can still be without a layout: its size is then zero.
+        """
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
+            metrics = self.command("Page.getLayoutMetrics")
+            if metrics["cssContentSize"]["height"] > 0:
+                return metrics["cssLayoutViewport"]["clientWidth"], metrics["cssContentSize"]["width"]
+            time.sleep(0.05)
+        raise TimeoutError(f"The page has no layout after {_TIMEOUT} seconds.")
+
     def log(self, kind: str) -> list[dict[str, Any]]:
         """Entries of the log "browser" (console) or "performance" (network) since the last call."""
         return list(self._call("POST", f"{self._session}/se/log", {"type": kind}))
 
     def requests(self) -> list[str]:
-        """Addresses that the page asked for since the last call."""
-        events = (json.loads(entry["message"])["message"] for entry in self.log("performance"))
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        """Addresses that were asked for since the page was opened."""
+        self._events += self._new_events()
+        asked = (event["params"] for event in self._events if event["method"] == "Network.requestWillBeSent")
+        return [parameters["request"]["url"] for parameters in asked]
 
     def screenshot(self, path: Path, whole: bool = True) -> None:
         """Write a picture of the page."""

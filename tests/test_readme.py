@@ -18,8 +18,8 @@ PAGES = [
 ]
 # Pages whose code takes more than ten seconds.
 SLOW = {"README.md", "docs/active_learning.md"}
-# A README that takes three minutes to read.
-MOST_WORDS = 1200
+# A README that takes five minutes to read.
+MOST_WORDS = 1400
 
 
 def blocks(page: Path) -> list[str]:
@@ -61,7 +61,7 @@ def test_code_of_a_page_runs(
 
 def test_readme_shows_the_main_path() -> None:
     code = "\n".join(blocks(README))
-    for call in ("TrustHead.fit(", "head.calibrate(", "head.accept_at(risk=", "out.accept", "partition("):
+    for call in ("TrustHead.fit(", "head.calibrate(", "head.accept_at(risk=", "out.accept", "TrustClassifier("):
         assert call in code, call
 
 
