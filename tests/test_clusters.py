@@ -113,7 +113,7 @@ def ray_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return found
 
     bases = PicklingPool.__bases__
-    register_ray()  # type: ignore[no-untyped-call]
+    register_ray()
     # 200 MB of object store, because the default is a third of the machine's memory.
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
     monkeypatch.setattr(SerializationContext, "serialize", counted)

@@ -83,7 +83,7 @@ def test_repeated_embeddings_are_judged_alike(rng: Rng, tmp_path: Path, with_log
     scores = torch.from_numpy(np.vstack([np.repeat([[1.0, 0.0]], 120, axis=0), logits[:80]])) if with_logits else None
     for request in ({"flag_rate": 0.1}, {"flag_rate": 0.3}, {"risk": 0.12}):
         for model in (head, loaded):
-            model.accept_at(**request)
+            model.accept_at(**request)  # type: ignore[call-overload]
         expected = judged(head, new.float(), scores, 200)
         assert len(expected[0][:120].unique()) == 1
         for model, rows, size in ((head, new.float(), 1), (loaded, new.float(), 7), (loaded, new, 200)):

@@ -164,7 +164,7 @@ def test_accept_at_reports_coverage_and_error_of_the_ranked_points(rng: Rng) -> 
     head.calibrate(x, labels, logits, rank_fraction=0.4, seed=7)
     held = np.random.default_rng(7).permutation(300)[:120]
     for request in ({"flag_rate": 0.2}, {"risk": 0.3, "delta": 0.2}):
-        acceptance = head.accept_at(**request)
+        acceptance = head.accept_at(**request)  # type: ignore[call-overload]
         out = head(batch(x), logits=torch.from_numpy(logits))
         accepted = out.accept[held]
         right = (out.network_label == torch.from_numpy(labels))[held]
@@ -248,7 +248,7 @@ def test_a_lower_risk_accepts_less(rng: Rng) -> None:
     head = fit(rng)
     head.calibrate(*draw(rng, 1000))
     for requests in ([{"risk": r} for r in (0.05, 0.1, 0.2, 0.4)], [{"flag_rate": r} for r in (0.5, 0.2, 0.1, 0.01)]):
-        coverage = [head.accept_at(**request).coverage for request in requests]
+        coverage = [head.accept_at(**request).coverage for request in requests]  # type: ignore[call-overload]
         assert coverage == sorted(coverage)
 
 
@@ -508,7 +508,7 @@ def test_accept_at_rejects_invalid_requests(rng: Rng) -> None:
     head.calibrate(x, labels, logits)
     for request in ({}, {"risk": 0.1, "flag_rate": 0.1}):
         with pytest.raises(ValueError, match="Pass exactly one of risk and flag_rate"):
-            head.accept_at(**request)
+            head.accept_at(**request)  # type: ignore[call-overload]
     for request in ({"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "delta": 0.0}, {"flag_rate": 0.0}, {"flag_rate": 1.5}):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
-            head.accept_at(**request)
+            head.accept_at(**request)  # type: ignore[call-overload]

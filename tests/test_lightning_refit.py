@@ -208,7 +208,7 @@ class TestRefit:
             def on_validation_end(self, trainer: Any, *_: Any) -> None:
                 refits.append(watch.n_refits)
 
-        run.callbacks.append(Count())
+        run.callbacks.append(Count())  # type: ignore[attr-defined]
         run.fit(Net(), loader(blobs(96)), loader(blobs(61, 1)))
         assert refits == [0, 1, 1, 2, 3], "no refit in the sanity check; one in the epochs 0 and 2 and in the last one"
         assert run.callback_metrics["trust/cost"] == pytest.approx(12 / 40)

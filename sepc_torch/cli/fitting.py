@@ -152,7 +152,7 @@ def fit(
         ids=train.rows if identify is None else category_texts(train.table.column(identify).to_pylist()).tolist(),
     )
     named_features = tuple(features) if embeddings and file.named else None
-    head = TrustHead(head.projection, head.sepc, head.evidence, named_features, head.reference_ids, encoding)
+    head = TrustHead(head.projection, head.sepc, head.evidence, named_features, head.reference_ids, encoding=encoding)
     head.calibrate(points(calibrating), targets[held], _logits(calibrating, scores), seed=seed)
     promise = promise_of(head, risk, delta, flag_rate)
     head.save(output)

@@ -54,7 +54,10 @@ def report(
     file = open_rows(data, sep)
     label = label or file.label
     by_text = dict(zip(category_texts(head.classes).tolist(), head.classes, strict=True))
-    z, scores, truth, names, texts, left_out = [], [], [], [], [], 0
+    z, scores, left_out = [], [], 0
+    truth: list[Any] = []
+    names: list[str] = []
+    texts: list[str] = []
     for piece, points in _judged(head, file, label, logits, [identify, text]):
         good = np.setdiff1d(np.arange(len(points.z)), list(points.problems))
         if points.truth is not None:
