@@ -29,6 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seed", type=int, default=None, help="repeat a run: the seed it printed (default: a fresh one every time)"
     )
 
+    parser.addoption(
+        "--slow-share", type=float, default=1.0, help="run only this share of the slow tests, chosen by the seed"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     chosen: int | None = config.getoption("--seed")
@@ -84,7 +88,17 @@ def data_dir() -> Path:
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share = config.getoption("--slow-share")
+
+    def kept(item: pytest.Item) -> bool:
+        chance = zlib.crc32(f"{config.stash[_SEED]} {item.nodeid}".encode()) / 2**32
+        return chance < share or item.get_closest_marker("slow") is None
+
+    left_out = [item for item in items if not kept(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if kept(item)]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

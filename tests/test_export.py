@@ -16,6 +16,8 @@ from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.head.label_calibration import RESOLUTION
 from sepc_torch.serving.standard_operators import StandardOperators
 
+pytestmark = pytest.mark.slow
+
 # Settings of heads that use every operator: two distances, several sizes of classes, with and without neighbours.
 HEADS: dict[str, dict[str, Any]] = {
     "mahalanobis": {"classes": 3, "dim": 3},

@@ -15,6 +15,8 @@ from sepc_torch.head.label_errors import _asinh_odds, _log_share, _stratified, _
 from sepc_torch.metrics import unknown_auroc
 from sepc_torch.shapes import Array
 
+pytestmark = pytest.mark.slow
+
 
 def flipped(rng: np.random.Generator, y: Array, share: float) -> Array:
     """Labels of which a share is replaced by another class."""

@@ -15,6 +15,8 @@ import pytest
 from sepc_torch import TrustHead
 from sepc_torch.mlflow import input_example
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import pathlib, sys
     import mlflow, numpy as np, pandas as pd
