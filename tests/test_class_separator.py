@@ -178,6 +178,8 @@ def test_processes_share_one_copy_of_the_points(rng: Rng, tmp_path: Path) -> Non
 
 
 LONG_FIT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore SIGINT
 import numpy as np, sys
 from sepc_torch import partition
 rng = np.random.default_rng(0)
