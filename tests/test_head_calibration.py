@@ -55,7 +55,7 @@ def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_
     label = head(z, logits=given).network_label
     right = label == truth
     assert head.evidence is not None
-    own, values = head.evidence(z, truth), head.evidence(z, label)
+    measured, valid = head.evidence.measure(z), torch.zeros_like(right)
     draws, points, delta, rate = 25, 100, 0.3, 0.15
     risk = 0.7 * float((~right).double().mean())  # so that accepting everything violates the risk
     levels = torch.tensor([0.05, 0.1, 0.25, 0.5])
@@ -65,16 +65,16 @@ def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_
         head.calibrate(x[rows], labels[rows], logits[rows] if with_logits else None, seed=int(rng.integers(1000)))
         assert head.calibration is not None
         acceptance = head.accept_at(risk=risk, delta=delta)
-        out = head.calibration(values, label, given)
+        out = head.calibration(measured, label, valid, given)
         failed += acceptance.found and float((~right[out.accept]).double().mean()) > risk
         head.accept_at(flag_rate=rate)
-        refused.append(float((~head.calibration(values, label, given).accept).double().mean()))
+        refused.append(float((~head.calibration(measured, label, valid, given).accept).double().mean()))
         small.append((out.p_value[:, None] <= levels + 1e-6).double().mean(dim=0).numpy())
         # The class-conditional guarantee holds for the true label of a point.
-        p = head.calibration(own, truth).class_p_value
+        p = head.calibration(measured, truth, valid).class_p_value
         small_in_class.append([(p[truth == c, None] <= levels + 1e-6).double().mean(dim=0).numpy() for c in range(3)])
     # Evidence and calibration called separately agree with the head.
-    assert torch.allclose(head(z, logits=given).joint, out.joint)
+    assert torch.allclose(head(z, logits=given).joint, out.joint.float())
     assert failed <= binom.isf(CHANCE, draws, delta)
 
     def at_most(means: Array, allowed: Array | float) -> bool:
@@ -206,6 +206,7 @@ def older_head(rng: Rng) -> TrustHead:
         setattr(network, name, getattr(own, name))
     for labels in (network, own):
         labels.unknown_odds.fill_(0.1)
+        labels.derive()
     return head
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import neighbours, projection, shared_gaussian, trust_head
+from sepc_torch.head import densities, neighbours, trust_head
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 
@@ -196,8 +196,7 @@ def test_nothing_but_the_partition_synchronises(
     monkeypatch.setattr(SEPC, "judge", allowed)
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
-    for module in (projection, shared_gaussian):
-        monkeypatch.setattr(module, "exact_product", projection._exact_product)
+    monkeypatch.setattr(densities, "_log_densities", densities._class_log_densities)
     with mode:
         found = [model(z), model(z, logits=scores)]
     for a, b in zip(expected, found, strict=True):

@@ -64,11 +64,12 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 @pytest.mark.slow
 @needs_triton
-def test_in_the_interpreter(rng: Rng) -> None:
-    script = Path(__file__).with_name("kernels_in_the_interpreter.py")
+@pytest.mark.parametrize("script", ["kernels_in_the_interpreter.py", "head_kernels_in_the_interpreter.py"])
+def test_in_the_interpreter(rng: Rng, script: str) -> None:
+    path = Path(__file__).with_name(script)
     done = subprocess.run(
-        [sys.executable, str(script), str(rng.integers(2**31))],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[1])},
+        [sys.executable, str(path), str(rng.integers(2**31))],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(path.parents[1])},
         capture_output=True,
         text=True,
         timeout=600,

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.stats import gamma
 from torch import Tensor
 
-from sepc_torch.head.strangeness import _RESOLUTION, Strangeness, log_survival
+from sepc_torch.head.strangeness import SCORE_RESOLUTION, Strangeness, log_survival
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -36,8 +36,8 @@ def test_survival_decreases_from_one_towards_zero(rng: Rng, count: int, ties: bo
 
 def lifted(ordered: Tensor, values: Tensor) -> Tensor:
     """Values that count as the given ones: a value counts as smaller by the resolution."""
-    shift = _RESOLUTION * ordered.abs().mean()
-    return (values + shift) / (1.0 - torch.where(values >= -shift, 1.0, -1.0).double() * _RESOLUTION)
+    shift = SCORE_RESOLUTION * ordered.abs().mean()
+    return (values + shift) / (1.0 - torch.where(values >= -shift, 1.0, -1.0).double() * SCORE_RESOLUTION)
 
 
 def test_survival_is_the_p_value_at_calibration_scores(rng: Rng) -> None:
@@ -76,7 +76,7 @@ def test_the_tail_is_exponential(rng: Rng) -> None:
     mean_excess = 1.0 / float(far[0] - far[1])
     assert gamma.ppf(1e-8, 100) / 100 < mean_excess < gamma.isf(1e-8, 100) / 100
     start = ordered[1000 - 1 - 100]
-    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()), rel=2 * _RESOLUTION)
+    assert mean_excess == pytest.approx(float((ordered[-100:] - start).mean()), rel=2 * SCORE_RESOLUTION)
 
 
 def test_survival_of_new_points_is_uniform(rng: Rng) -> None:
@@ -188,7 +188,7 @@ class TestStrangeness:
         model, _ = self.fitted(rng)
         far = torch.logspace(2, 12, 40, dtype=torch.float64)[:, None].expand(-1, 3)
         combined, log_typical = model(far.float())
-        assert combined.dtype == log_typical.dtype == torch.float32
+        assert combined.dtype == log_typical.dtype == torch.float64
         assert (combined.diff() > 0).all()
         assert (log_typical.diff() < 0).all()
 

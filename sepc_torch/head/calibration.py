@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.head.evidence import EvidenceValues, with_energy, with_softmax
+from sepc_torch.head.assess import assess, finite_logits
+from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support, with_energy, with_softmax
 from sepc_torch.head.label_calibration import LabelCalibration
 from sepc_torch.head.strangeness import MIN_TAIL_POINTS
 from sepc_torch.head.temperature import fit_temperature
@@ -28,8 +29,6 @@ from sepc_torch.shapes import Bool, Float, Int
 
 # Bound of the temperature and of its inverse: labels without a mistake would drive the temperature to zero.
 _MAX_TEMPERATURE = 20.0
-# Bound of the logits: a masked class has the logit -inf.
-_MAX_LOGIT = 1e4
 
 
 class Calibrated(NamedTuple):
@@ -102,7 +101,7 @@ class Calibration(nn.Module):
         order = np.random.default_rng(seed).permutation(len(codes))
         held, fitted = torch.from_numpy(order[:ranked]), torch.from_numpy(order[ranked:])
         if logits is not None:
-            logits, label = _finite(logits).cpu(), logits.argmax(dim=1).cpu()
+            logits, label = finite_logits(logits).cpu(), logits.argmax(dim=1).cpu()
             temperature = fit_temperature(logits[fitted], codes.cpu()[fitted])
             self.network.temperature.fill_(min(max(temperature, 1.0 / _MAX_TEMPERATURE), _MAX_TEMPERATURE))
             network = EvidenceValues(*(part.cpu() for part in values["network"]))
@@ -118,19 +117,21 @@ class Calibration(nn.Module):
 
     def forward(
         self,
-        values: EvidenceValues,
+        measured: Measurements,
         label: Int[Tensor, "B"],
+        invalid: Bool[Tensor, "B"],
         logits: Float[Tensor, "B C"] | None = None,
         *,
         own: bool = True,
         region: Int[Tensor, "B"] | None = None,
         group: Int[Tensor, "B"] | None = None,
     ) -> Calibrated:
-        """Return the calibrated values of labels, from the evidence for them.
+        """Return the calibrated values of labels in float64, from the measurements of their points.
 
         Args:
-            values: The evidence for the labels.
-            label: The labels.
+            measured: The measurements of the points.
+            label: The labels; -1 for a row without a label, which is refused.
+            invalid: Rows with an invalid embedding, which are refused.
             logits: The network's logits if the labels are the network's.
             own: Without logits, whether the labels are the head's own. Labels from another source have no
                 calibration. The same holds for the network's labels after a calibration without logits. The confidence
@@ -139,29 +140,43 @@ class Calibration(nn.Module):
             group: The given groups, for thresholds by group.
         """
         labels = self.own if logits is None else self.network
-        # Without a calibration of the network's labels, p-values are those of the point alone.
-        plain = values.nonconformity
-        if logits is not None:
-            values = self._with_logits(values, _finite(logits), label)
-        confidence = labels.confidence(values.support)
-        unknown = torch.full_like(confidence, torch.nan)
-        nothing = torch.zeros_like(label, dtype=torch.bool)
         if not self.done:
-            return Calibrated(confidence, unknown, unknown, unknown, unknown, nothing)
-        found = labels.typicality(values.nonconformity, label) if labels.done else self.own.typicality(plain, label)
-        calibrated = Calibrated(
-            confidence=unknown,
-            p_value=found.p_value,
-            class_p_value=found.class_p_value,
-            nonconformity=found.nonconformity,
-            joint=unknown,
-            accept=nothing,
+            return self._uncalibrated(measured, label, invalid, logits)
+        if labels.done and (logits is not None or own):
+            least = labels.least_score(label.clamp_min(0), region, group)
+            columns, accept = assess(measured, logits, label, invalid, least, labels.tables())
+            return Calibrated(*columns.unbind(), accept)
+        # Labels without a calibration: p-values are those of the point alone.
+        nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)
+        columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables())
+        confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
+        # Zero marks refused rows.
+        confidence, joint = (torch.where(column > 0, torch.nan, column) for column in (confidence, joint))
+        return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
+
+    def _uncalibrated(
+        self,
+        measured: Measurements,
+        label: Int[Tensor, "B"],
+        invalid: Bool[Tensor, "B"],
+        logits: Float[Tensor, "B C"] | None,
+    ) -> Calibrated:
+        """Confidence from the weights before any calibration; nothing else is known."""
+        index = label.clamp_min(0)
+        values = EvidenceValues(label_support(measured.density, measured.near, index), measured.nonconformity)
+        refused = invalid | values.support.isnan().any(dim=1) | (label < 0)
+        if logits is not None:
+            values = self._with_logits(values, finite_logits(logits), index)
+        confidence = (self.own if logits is None else self.network).confidence(values.support)
+        unknown = torch.full_like(confidence, torch.nan)
+        return Calibrated(
+            confidence=torch.where(refused, 0.0, confidence),
+            p_value=unknown,
+            class_p_value=unknown,
+            nonconformity=unknown,
+            joint=torch.where(refused, 0.0, unknown),
+            accept=torch.zeros_like(refused),
         )
-        if not labels.done or (logits is None and not own):
-            return calibrated
-        joint = labels.joint(values.support, found.log_typicality)
-        accept = joint >= labels.least_score(label, region, group)
-        return calibrated._replace(confidence=confidence, joint=joint.to(confidence.dtype), accept=accept)
 
     def _with_logits(
         self, values: EvidenceValues, logits: Float[Tensor, "B C"], label: Int[Tensor, "B"]
@@ -171,8 +186,3 @@ class Calibration(nn.Module):
         # Heads of file formats 1 to 3 were calibrated without the energy.
         has_energy = self.network.strangeness.weights.shape[0] > values.nonconformity.shape[1]
         return with_energy(values, logits) if has_energy else values
-
-
-def _finite(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
-    """Logits in float64 within finite bounds; softmax still gives a masked class (-inf) the probability zero."""
-    return logits.double().clamp(-_MAX_LOGIT, _MAX_LOGIT)

@@ -48,11 +48,11 @@ class Confidence(nn.Module):
 
     def forward(self, support: Float[Tensor, "B F"]) -> Float[Tensor, "B"]:
         """Return the confidence of every row."""
-        weights, bias, bend, shift = (
-            tensor.to(support.dtype) for tensor in (self.weights, self.bias, self.bend, self.shift)
-        )
-        score = (support * weights).sum(dim=1) + bias
-        return torch.sigmoid(bend[0] * logsigmoid(score) - bend[1] * logsigmoid(-score) + shift)
+        return confidence_from(support, self.parameters_in_one())
+
+    def parameters_in_one(self) -> Float[Tensor, "f"]:
+        """Weights, bias, both bends and shift as one tensor in float64, for :func:`confidence_from`."""
+        return torch.cat([self.weights, self.bias.reshape(1), self.bend, self.shift.reshape(1)]).double()
 
     def fit(self, support: Float[Array, "M F"], right: Bool[Array, "M"], *, bend: bool = True) -> None:
         """Fit the weights, and with ``bend`` the beta calibration, to labels known to be right or wrong.
@@ -68,6 +68,18 @@ class Confidence(nn.Module):
             shape, shift = fit_logistic(sides, right, np.ones(2))
             self.bend.copy_(torch.from_numpy(shape))
             self.shift.fill_(shift)
+
+
+def confidence_from(support: Float[Tensor, "B F"], parameters: Float[Tensor, "f"]) -> Float[Tensor, "B"]:
+    """Confidence of every row in the dtype of the support; see :meth:`Confidence.parameters_in_one`.
+
+    >>> confidence_from(torch.tensor([[0.0], [1.0]]), torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0]))
+    tensor([0.5000, 0.8808])
+    """
+    parameters = parameters.to(support.dtype)
+    bias, first, second, shift = parameters[-4:].unbind()
+    score = (support * parameters[:-4]).sum(dim=1) + bias
+    return torch.sigmoid(first * logsigmoid(score) - second * logsigmoid(-score) + shift)
 
 
 def fit_logistic(

@@ -23,6 +23,9 @@ from torch import Tensor
 from sepc_torch.head.binomial_search import binomial_tail, search_level, upper_bound
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+# Largest (B, M) temporary of a class p-value, in numbers: one call then replaces a dozen.
+_FEW_VALUES = 2**16
+
 __all__ = [
     "ClassCalibration",
     "RiskThreshold",
@@ -176,13 +179,16 @@ def class_p_value(
     row = torch.where(known, label, 0)
     count = torch.where(known, calibration.counts[row], 0)
     scores = _nan_to_inf(strangeness)
-    # Binary search in the row of each point's class. torch.searchsorted needs a row per point, a (B, M) temporary.
-    flat = calibration.ordered.reshape(-1)
-    below = torch.zeros_like(row)
-    for power in reversed(range(most.bit_length())):
-        further = below + 2**power
-        value = flat[row * most + further.clamp(max=most) - 1]
-        below = torch.where((further <= most) & (value < scores), further, below)
+    if not torch.compiler.is_compiling() and len(row) * most <= _FEW_VALUES:
+        below = torch.searchsorted(calibration.ordered[row], scores.unsqueeze(1).to(calibration.ordered)).squeeze(1)
+    else:
+        # Binary search in the row of each point's class. torch.searchsorted needs a row per point, a (B, M) temporary.
+        flat = calibration.ordered.reshape(-1)
+        below = torch.zeros_like(row)
+        for power in reversed(range(most.bit_length())):
+            further = below + 2**power
+            value = flat[row * most + further.clamp(max=most) - 1]
+            below = torch.where((further <= most) & (value < scores), further, below)
     # The padding (inf) is never below a score, so below <= count, except for labels outside the classes.
     return ((1 + (count - below).clamp(min=0)).double() / (count + 1)).to(strangeness.dtype)
 

@@ -16,6 +16,7 @@ analysis.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,10 @@ from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.moments import Moments
+from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.model.kernels import Split
+from sepc_torch.model.kernels.launch import on_device
 from sepc_torch.shapes import Array, Float, Int
 
 # Least variance of every direction, as a share of the mean variance within regions: a direction without variance would
@@ -38,6 +42,15 @@ class ClassSpread(NamedTuple):
 
     means: Float[Array, "C R"]
     whitener: Float[Array, "R R"]
+
+
+class RegionTables(NamedTuple):
+    """Regions sorted by class (``order``), the first of every class (``starts``), weights and freedom in float64."""
+
+    order: Int[Tensor, "K"]
+    starts: Int[Tensor, "C"]
+    log_weight: Float[Tensor, "K"]
+    freedom: Float[Tensor, "K"]
 
 
 class RegionDensities(nn.Module):
@@ -66,28 +79,101 @@ class RegionDensities(nn.Module):
         self.register_buffer("log_weight", log_weight)
         self.register_buffer("freedom", freedom)
         self.register_buffer("codes", codes)
-        self._count_classes()
+        self._derive()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
-    def _count_classes(self) -> None:
+    def _derive(self) -> None:
+        """Compute what is not saved: the number of classes, the order that CUDA kernels need, the bank in float64."""
         self.classes = int(self.codes.max()) + 1
+        starts = torch.nn.functional.pad(torch.bincount(self.codes, minlength=self.classes).cumsum(0), (1, 0))
+        self.by_class = RegionTables(
+            self.codes.argsort(stable=True).int(), starts.int(), self.log_weight.double(), self.freedom.double()
+        )
+        self.wide = self.bank.offsets.double(), self.bank.whiteners.double()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self.codes.is_meta:
+            self._derive()
+        return moved
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
-        """Return the log density of each point under each class."""
-        distance = self.bank(points)
-        freedom = self.freedom.to(distance.dtype)
-        power = (freedom + self.bank.dim) / 2
-        each = self.log_weight.to(distance.dtype) - power * torch.log1p(distance.square() / freedom)
-        count = points.shape[0]  # torch.export would treat len(points) as a constant
-        codes = self.codes.expand(count, -1)
-        # logsumexp over the regions of each class: subtract the class maximum first, or distant points underflow.
-        most = each.new_full((count, self.classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
-        share = torch.exp(each - most.gather(1, codes))
-        return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
+        """Return the log density of each point under each class, in float64.
+
+        Without a CUDA kernel the distances are in float64 too: in float32 the last digits would depend on the batch.
+        """
+        if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
+            regions = list(self.by_class)
+            return _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
+        offsets, whiteners = self.wide
+        distance = torch_ops.distances(self.bank.relative(points.double()), offsets, whiteners)
+        return _log_densities(distance, self.log_weight, self.freedom, self.codes, self.bank.dim, self.classes)
+
+
+def _class_log_densities(
+    distance: Float[Tensor, "B K"],
+    log_weight: Float[Tensor, "K"],
+    freedom: Float[Tensor, "K"],
+    codes: Int[Tensor, "K"],
+    dim: int,
+    classes: int,
+) -> Float[Tensor, "B C"]:
+    """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
+    log_weight, freedom = log_weight.double(), freedom.double()
+    pieces = [
+        mixtures(piece.double(), log_weight, freedom, codes, dim, classes)
+        for piece in distance.split(torch_ops.rows_per_piece(log_weight, 4 * len(codes)))
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def mixtures(
+    distance: Float[Tensor, "B K"],
+    log_weight: Float[Tensor, "K"],
+    freedom: Float[Tensor, "K"],
+    codes: Int[Tensor, "K"],
+    dim: int,
+    classes: int,
+) -> Float[Tensor, "B C"]:
+    """Log densities of mixtures, from float64 distances to their regions."""
+    each = log_weight - (freedom + dim) / 2 * torch.log1p(distance.square() / freedom)
+    count = distance.shape[0]  # torch.export would treat len(distance) as a constant
+    codes = codes.expand(count, -1)
+    # logsumexp over the regions of each class: subtract the class maximum first, or distant points underflow.
+    most = each.new_full((count, classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
+    share = torch.exp(each - most.gather(1, codes))
+    return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
+
+
+_log_densities = torch_ops.operator(
+    "log_densities(Tensor distance, Tensor log_weight, Tensor freedom, Tensor codes, int dim, int classes) -> Tensor",
+    _class_log_densities,
+    lambda distance, log_weight, freedom, codes, dim, classes: distance.new_empty(
+        distance.shape[0], classes, dtype=torch.float64
+    ),
+)
 
 
 def _after_loading(module: RegionDensities, _keys: Any) -> None:
-    module._count_classes()
+    module._derive()
+
+
+def _launch_densities(
+    points: Tensor, origin: Tensor, bank: list[Tensor], reach: float, regions: list[Tensor]
+) -> Float[Tensor, "B C"]:
+    from sepc_torch.head.kernels.mixtures import log_densities
+
+    with on_device(points):
+        return log_densities(points, origin, Split(*bank, reach), RegionTables(*regions))  # type: ignore[call-arg, arg-type]
+
+
+_densities_of_points = torch_ops.operator(
+    "densities_of_points(Tensor points, Tensor origin, Tensor[] bank, float reach, Tensor[] regions) -> Tensor",
+    _launch_densities,
+    lambda points, origin, bank, reach, regions: points.new_empty(
+        points.shape[0], regions[1].shape[0] - 1, dtype=torch.float64
+    ),
+)
 
 
 def fit_densities(

@@ -40,15 +40,15 @@ from sepc_torch.partitioning.record import Partition, PartitionEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
-_MAX_LOG_RATIO = 7.0
+MAX_LOG_RATIO = 7.0
 # Distances in directions of unit variance below this are rounding errors of float32.
 _ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
-_MAX_SOFTMAX = 10.0
+MAX_SOFTMAX = 10.0
 
 
 class EvidenceValues(NamedTuple):
-    """Support for a label, and nonconformity scores of the point, for every row of a batch."""
+    """Support for a label, and nonconformity scores of the point, for every row of a batch, in float64."""
 
     support: Float[Tensor, "B F"]
     nonconformity: Float[Tensor, "B S"]
@@ -151,17 +151,15 @@ class Evidence(nn.Module):
             near = self.reference_points(z)
             white = self.white_reference_points(self.white(z)).squeeze(1)
             # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
-            nonconformity += [near.amin(dim=1), torch.where(white < _ROUNDING, 0.0, white)]
+            nonconformity += [near.amin(dim=1).double(), torch.where(white < _ROUNDING, 0.0, white).double()]
         if self.gaussian is not None:
             nonconformity.append(self.gaussian(coordinates, square))
         return Measurements(density, near, torch.stack(nonconformity, dim=1))
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for labels, given as indices into the classes."""
-        support = [torch.asinh(log_odds(measurements.density, label))]
-        if measurements.near is not None:
-            support.append(_log_ratio(measurements.near, label).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-        return EvidenceValues(torch.stack(support, dim=1), measurements.nonconformity)
+        support = label_support(measurements.density, measurements.near, label)
+        return EvidenceValues(support, measurements.nonconformity)
 
     def forward(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for the label of each embedding; no gradient flows through it."""
@@ -176,6 +174,16 @@ def _gaussian_from(tensors: Mapping[str, Any], prefix: str) -> SharedGaussian | 
 
 def _after_loading(module: Evidence, _keys: Any) -> None:
     module._whiten_reference_points()
+
+
+def label_support(
+    density: Float[Tensor, "B C"], near: Float[Tensor, "B C"] | None, label: Int[Tensor, "B"]
+) -> Float[Tensor, "B F"]:
+    """Support for labels from log densities and, with reference points, from distances to the nearest ones."""
+    support = [torch.asinh(log_odds(density, label))]
+    if near is not None:
+        support.append(_log_ratio(near, label).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return torch.stack(support, dim=1)
 
 
 def log_odds(score: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -193,7 +201,7 @@ def with_softmax(values: EvidenceValues, logits: Float[Tensor, "B C"], label: In
     support = values.support
     odds = log_odds(logits.double(), label)
     # Two logits of the same infinity have no defined difference (NaN): neutral log odds of zero.
-    softmax = torch.asinh(odds.nan_to_num(nan=0.0)).clamp(-_MAX_SOFTMAX, _MAX_SOFTMAX)
+    softmax = torch.asinh(odds.nan_to_num(nan=0.0)).clamp(-MAX_SOFTMAX, MAX_SOFTMAX)
     return values._replace(support=torch.cat([softmax.to(support.dtype).unsqueeze(1), support], dim=1))
 
 
@@ -206,7 +214,7 @@ def with_energy(values: EvidenceValues, logits: Float[Tensor, "B C"]) -> Evidenc
 def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     r"""Log ratio :math:`\log \frac{d_{\ne c}}{d_c}` of the distances to the nearest other class and to the label's."""
     index = label.unsqueeze(1)
-    tiny = torch.finfo(near.dtype).tiny
+    near, tiny = near.double(), torch.finfo(near.dtype).tiny
     own = near.gather(1, index).squeeze(1).clamp_min(tiny)
     return near.scatter(1, index, torch.inf).amin(dim=1).clamp_min(tiny).log() - own.log()
 

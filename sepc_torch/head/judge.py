@@ -12,6 +12,21 @@ from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.shapes import Float, Int
 
+# Rows that a GPU takes at a time: more would take more memory and no less time.
+GPU_ROWS = 2**17
+
+
+def forward_in_pieces(forward: Callable[..., HeadPrediction], *tensors: Tensor | None) -> HeadPrediction:
+    """Apply a head's forward to pieces of at most :data:`GPU_ROWS` rows: memory does not grow with the batch."""
+    pieces = zip(*(_pieces(tensor, len(tensors[0])) for tensor in tensors), strict=True)  # type: ignore[arg-type]
+    columns = zip(*(forward(*piece) for piece in pieces), strict=True)
+    return HeadPrediction(*(torch.cat(column) for column in columns))
+
+
+def _pieces(tensor: Tensor | None, rows: int) -> list[Tensor | None]:
+    starts = range(0, rows, GPU_ROWS)
+    return [None if tensor is None else tensor[start : start + GPU_ROWS] for start in starts]
+
 
 def judge_rows(
     forward: Callable[..., HeadPrediction],

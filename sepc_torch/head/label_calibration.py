@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.head.assess import RESOLUTION, CalibrationTables, joint_score
 from sepc_torch.head.binomial_search import least_risk, points_needed
 from sepc_torch.head.confidence import Confidence
 from sepc_torch.head.conformal import (
-    ClassCalibration,
     class_calibration,
-    class_p_value,
     counts_above,
     flag_threshold,
-    p_value_from_sorted,
     risk_threshold,
     sorted_calibration,
 )
@@ -25,9 +23,6 @@ from sepc_torch.head.evidence import EvidenceValues
 from sepc_torch.head.strangeness import Strangeness
 from sepc_torch.shapes import Array, Bool, Float, Int
 
-# Scores closer than this count as equal: log odds of joint scores and nonconformity scores, relative to 1 + |score|.
-# Rounding errors, which depend on the batch size, are far below.
-RESOLUTION = 1e-4
 # Bound of the log odds of a joint score, which can round to zero.
 _MAX_LOG_ODDS = 1e3
 # Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
@@ -54,15 +49,6 @@ class Acceptance(NamedTuple):
     error: float
     points: int
     found: bool
-
-
-class Typicality(NamedTuple):
-    """Nonconformity score, conformal p-values and log typicality of points."""
-
-    nonconformity: Float[Tensor, "B"]
-    p_value: Float[Tensor, "B"]
-    class_p_value: Float[Tensor, "B"]
-    log_typicality: Float[Tensor, "B"]
 
 
 class LabelCalibration(nn.Module):
@@ -100,6 +86,9 @@ class LabelCalibration(nn.Module):
     group_threshold: Tensor
     temperature: Tensor
     unknown_odds: Tensor
+    confidence_parameters: Tensor
+    ranking_parameters: Tensor
+    tails: Tensor
 
     def __init__(self, names: list[str], kinds: int) -> None:
         super().__init__()
@@ -118,6 +107,10 @@ class LabelCalibration(nn.Module):
         self.register_buffer("threshold", torch.tensor(torch.inf, dtype=torch.float64))
         for name in _TABLES:
             self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
+        for name in ("confidence_parameters", "ranking_parameters", "tails"):
+            self.register_buffer(name, torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.derive()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     @property
     def done(self) -> bool:
@@ -160,15 +153,30 @@ class LabelCalibration(nn.Module):
             part.clone()
             for part in (held, label, codes, region)  # loading a state dict resizes no shared buffer
         )
+        self.derive()
 
-    def typicality(self, nonconformity: Float[Tensor, "B S"], label: Int[Tensor, "B"]) -> Typicality:
-        """Return the combined nonconformity score of points, its p-values and the log typicality."""
-        combined, log_typicality = self.strangeness(nonconformity)
-        by_class = ClassCalibration(self.class_nonconformity, self.class_counts)
-        # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
-        least = combined - RESOLUTION * (1.0 + combined.abs())
-        p_value = p_value_from_sorted(self.held_nonconformity, least)
-        return Typicality(combined, p_value, class_p_value(by_class, least, label), log_typicality)
+    def tables(self) -> CalibrationTables:
+        """The tensors that calibrated values are computed from."""
+        return CalibrationTables(
+            temperature=self.temperature,
+            confidence=self.confidence_parameters,
+            ranking=self.ranking_parameters,
+            weights=self.strangeness.weights,
+            tails=self.tails,
+            ordered=self.strangeness.ordered,
+            combined=self.strangeness.combined,
+            held=self.held_nonconformity,
+            by_class=self.class_nonconformity,
+            class_counts=self.class_counts,
+            unknown_odds=self.unknown_odds,
+        )
+
+    def derive(self) -> None:
+        """Compute the buffers that depend on others; called after a fit and after loading. They are not saved."""
+        self.confidence_parameters = self.confidence.parameters_in_one()
+        self.ranking_parameters = self.ranking.parameters_in_one()
+        if self.done:
+            self.tails = self.strangeness.tails()
 
     def joint(self, support: Float[Tensor, "B F"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Return the joint score of labels in float64; see :func:`joint_score`."""
@@ -253,6 +261,10 @@ class LabelCalibration(nn.Module):
         return Acceptance(threshold, float(accepted.double().mean()), error, len(accepted), found)
 
 
+def _after_loading(module: LabelCalibration, _keys: Any) -> None:
+    module.derive()
+
+
 class Steps(NamedTuple):
     """Scores in groups that are clearly apart.
 
@@ -292,19 +304,3 @@ def separated(scores: Float[Tensor, "M"]) -> Steps:
     found = torch.empty_like(values)
     found[order] = starts[group]
     return Steps(found, dict(zip(starts.tolist(), lower.tolist(), strict=True)))
-
-
-def joint_score(
-    confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"], unknown_odds: Float[Tensor, ""]
-) -> Float[Tensor, "B"]:
-    r"""Probability :math:`c \, \frac{p}{p + \lambda}` that a label is right and the point is of a known kind.
-
-    c is the confidence, p the typicality and :math:`\lambda` the prior odds that a point is of an unknown kind. At
-    typicality p the odds are :math:`\lambda / p`: the prior odds times 1/p, the strongest evidence that a p-value can
-    give against the known kinds. Points of ordinary typicality, :math:`p \gg \lambda`, keep the order of their
-    confidence.
-
-    >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log(), torch.tensor(0.1))
-    tensor([0.8182, 0.0089])
-    """
-    return confidence * torch.sigmoid(log_typicality - unknown_odds.log().to(log_typicality.dtype))

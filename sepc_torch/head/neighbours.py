@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.head.kernels.search_tables import SearchTables, search_tables
 from sepc_torch.model import torch_ops
+from sepc_torch.model.kernels import possible
+from sepc_torch.model.kernels.launch import on_device
 from sepc_torch.shapes import Float, Int
 
 # Largest relative error of a squared distance that products in single precision may cause. With more, for reference
@@ -83,6 +86,16 @@ class Neighbours(nn.Module):
         self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
         self.shapes = groups.shapes
+        # The tables of the CUDA kernel, or none where it cannot run.
+        wanted = bool(self.ends) and not self.far_apart and possible(self.offsets)
+        self.tables = list(search_tables(self.offsets, self.ends)) if wanted else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tables": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._derive()
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return the Euclidean distance to the nearest reference point of each class."""
@@ -94,13 +107,15 @@ class Neighbours(nn.Module):
         within = torch.float64 if self.far_apart else dtype
         offset = z.detach().to(within) - self.origin.to(within)
         points, half_squares = self.offsets.to(within), self.half_squares.to(within)
-        distance, index = _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
+        tables = self.tables if within == torch.float32 else []
+        layout = self.ends, self.slots, self.columns, self.shapes, tables
+        distance, index = _nearest(offset, points, half_squares, *layout)
         return distance.to(dtype), index
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
-        before = self.offsets.dtype, self.half_squares.dtype
+        before = self.offsets.dtype, self.half_squares.dtype, self.offsets.device
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if (self.offsets.dtype, self.half_squares.dtype) != before:
+        if (self.offsets.dtype, self.half_squares.dtype, self.offsets.device) != before and not self.offsets.is_meta:
             self._derive()  # recomputed in the new dtype, so that a saved and loaded module gives equal results
         return moved
 
@@ -161,16 +176,30 @@ def _group(ends: list[int]) -> _Groups:
 
 
 def _class_nearest(
-    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+    z: Tensor,
+    points: Tensor,
+    half_squares: Tensor,
+    ends: list[int],
+    slots: Tensor,
+    columns: Tensor,
+    shapes: list[int],
+    tables: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
     the product loses the digits of short distances. With few classes all distances are computed from differences; with
-    many classes, only those of the nearest classes.
+    many classes, only those of the nearest classes. With ``tables`` one CUDA kernel searches without the matrix of
+    products, and computes all distances from differences.
     """
     out = z.new_empty(len(z), len(ends))
     index = z.new_empty(len(z), len(ends), dtype=torch.int64)
+    if tables:
+        from sepc_torch.head.kernels.search import nearest_into
+
+        with on_device(z):
+            nearest_into(z.contiguous(), points, SearchTables(*tables), out, index)
+        return out, index
     exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
     rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
     with torch_ops.full_precision(z):
@@ -190,10 +219,13 @@ def _class_nearest(
 
 
 def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """Distances between every row and the points of its indices, from differences."""
+    """Distances between every row and the points of its indices, from differences.
+
+    The sums are in float64: in float32 they would depend on the batch size.
+    """
     apart = points[index]
     apart -= z.unsqueeze(1)
-    return torch.linalg.vector_norm(apart, dim=2)
+    return apart.double().square_().sum(dim=2).sqrt_().to(z.dtype)
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
@@ -220,14 +252,14 @@ def _best_together(
 
 
 def _class_nearest_shape(
-    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], slots: Tensor, columns: Tensor, shapes: list[int]
+    z: Tensor, points: Tensor, half_squares: Tensor, ends: list[int], *layout: Any
 ) -> tuple[Tensor, Tensor]:
     return z.new_empty(z.shape[0], len(ends)), z.new_empty(z.shape[0], len(ends), dtype=torch.int64)
 
 
 _nearest = torch_ops.operator(
     "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
-    "int[] shapes) -> (Tensor, Tensor)",
+    "int[] shapes, Tensor[] tables) -> (Tensor, Tensor)",
     _class_nearest,
     _class_nearest_shape,
 )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.moments import EmbeddingMoments
-from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.shapes import Array, Float, Int
 
@@ -34,7 +33,8 @@ _FEW_DIMENSIONS = 4
 class Projection(nn.Module):
     r"""Affine map :math:`x \mapsto P (\bar x - m)` from D to R features.
 
-    Computes in at least float32, without autocast and TF32.
+    Computes in float64 and rounds the result to the wider of float32 and the dtype of the embeddings. Sums in float32
+    would depend on the batch size; rounded from float64 they do not.
 
     Args:
         shift: The centre :math:`m` (D,).
@@ -71,60 +71,41 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
-        return self._coordinates(self._centred(x))
+        return (self._centred(x) @ self.matrix.double().T).to(torch.promote_types(x.dtype, self.shift.dtype))
 
     def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
-        r"""Project a batch of embeddings (B, D), and return also :math:`\|\bar x - m\|^2`."""
+        r"""Project a batch of embeddings (B, D), and return also :math:`\|\bar x - m\|^2`; both in float64."""
         centred = self._centred(x)
-        return self._coordinates(centred), centred.square().sum(dim=1)
-
-    def _coordinates(self, centred: Float[Tensor, "B E"]) -> Float[Tensor, "B R"]:
-        with torch.autocast(centred.device.type, enabled=False):
-            return exact_product(centred, self.matrix.to(centred.dtype))
+        return centred @ self.matrix.double().T, centred.square().sum(dim=1)
 
     def _centred(self, x: Tensor) -> Float[Tensor, "B E"]:
-        """Check the embeddings, normalise and centre them."""
+        """Check the embeddings, normalise and centre them, in float64."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
             )
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
-        dtype = torch.promote_types(x.dtype, self.shift.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(dtype)
-            if self.unit_length:
-                # A zero embedding has no direction. NaN marks the row; zeros would be taken for the mean. A row whose
-                # length overflows would become zeros and is marked too. No gradient reaches a marked row.
-                if self.least_length is None:
-                    length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
-                    invalid = (length == 0) | ~length.isfinite()
-                    x = torch.where(invalid, 1.0, x)
-                    x = torch.where(invalid, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
-                else:
-                    length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-                    length = torch.where(length.isinf(), torch.nan, length)
-                    length = length.clamp_min(self.least_length.to(dtype))
-                    x = torch.cat([x / length, length.log()], dim=1)
-            return x - self.shift.to(dtype)
+        # Beyond this length the squares of other computations overflow in the dtype of the embeddings.
+        longest = torch.finfo(torch.promote_types(x.dtype, self.shift.dtype)).max ** 0.5
+        x = x.double()
+        if self.unit_length:
+            # A zero embedding has no direction. NaN marks the row; zeros would be taken for the mean. A row whose
+            # length overflows would become zeros and is marked too. No gradient reaches a marked row.
+            if self.least_length is None:
+                length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
+                invalid = (length == 0) | ~(length <= longest)
+                x = torch.where(invalid, 1.0, x)
+                x = torch.where(invalid, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
+            else:
+                length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+                length = torch.where(length <= longest, length, torch.nan)
+                length = length.clamp_min(self.least_length.double())
+                x = torch.cat([x / length, length.log()], dim=1)
+        return x - self.shift.double()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
-
-
-def _exact_product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Matrix product in full float32 precision, whatever the TF32 setting."""
-    with torch_ops.full_precision(x):
-        return x @ matrix.T
-
-
-def _product_shape(x: Tensor, matrix: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], matrix.shape[0])
-
-
-# A custom operator, because torch.compile cannot trace a change of global settings.
-exact_product = torch_ops.operator("exact_product(Tensor x, Tensor matrix) -> Tensor", _exact_product, _product_shape)
-torch_ops.differentiable("exact_product", lambda x, matrix, output, grad: (exact_product(grad, matrix.T), None))
 
 
 def fit_projection(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.head.densities import ClassSpread
-from sepc_torch.head.projection import exact_product
 from sepc_torch.shapes import Array, Float
 
 # Least variance of the directions outside, as a share of the mean variance of all directions: where training embeddings
@@ -36,7 +35,7 @@ class SharedGaussian(nn.Module):
 
     >>> model = SharedGaussian(torch.eye(1), torch.tensor([[0.0], [4.0]]), torch.ones(1), torch.tensor(0.5))
     >>> model(torch.tensor([[3.0]]), torch.tensor([11.0]))  # 1 to the second mean, and 11 - 9 = 2 outside
-    tensor([5.])
+    tensor([5.], dtype=torch.float64)
     """
 
     whitener: Tensor
@@ -58,20 +57,19 @@ class SharedGaussian(nn.Module):
         self.register_buffer("outside", outside)
 
     def forward(self, coordinates: Float[Tensor, "B R"], square: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-        """Return the squared distance of points.
+        """Return the squared distance of points in float64.
 
         Args:
             coordinates: The coordinates, scaled to unit variance.
             square: Squared length of all features relative to their mean, of which the coordinates cover a part.
         """
-        dtype = coordinates.dtype
-        means = self.means.to(dtype)
-        white = exact_product(coordinates, self.whitener.to(dtype))
+        coordinates, means = coordinates.double(), self.means.double()
+        white = coordinates @ self.whitener.double().T
         # The nearest mean by a product, then its distance from differences, which keeps the digits of short ones.
-        near = (exact_product(white, means) - means.square().sum(dim=1) / 2).argmax(dim=1)
+        near = (white @ means.T - means.square().sum(dim=1) / 2).argmax(dim=1)
         inside = (white - means[near]).square().sum(dim=1)
-        rest = square - (coordinates * self.deviations.to(dtype)).square().sum(dim=1)
-        return inside + rest.clamp_min(0.0) / self.outside.to(dtype)
+        rest = square.double() - (coordinates * self.deviations.double()).square().sum(dim=1)
+        return inside + rest.clamp_min(0.0) / self.outside.double()
 
 
 def shared_gaussian(

@@ -30,7 +30,7 @@ TAIL_FRACTION = 0.1
 MIN_TAIL_POINTS = 5
 # Scores closer than this, relative to their size, count as equal. Rounding errors, which depend on the batch size, are
 # far below.
-_RESOLUTION = 5e-6
+SCORE_RESOLUTION = 5e-6
 
 
 class Strangeness(nn.Module):
@@ -71,18 +71,33 @@ class Strangeness(nn.Module):
         self.combined = self._combine(surprise).sort().values
 
     def forward(self, nonconformity: Float[Tensor, "B S"]) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-        """Return the combined nonconformity score and the log typicality of every row."""
+        """Return the combined nonconformity score and the log typicality of every row, in float64."""
         combined = self._combine(self._surprise(nonconformity))
-        dtype = nonconformity.dtype
-        return combined.to(dtype), log_survival(self.combined.double(), combined, self.tail).to(dtype)
+        return combined, log_survival(self.combined.double(), combined, self.tail)
 
     def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         return -log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T
 
     def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
-        end = -math.log(self.tail)
-        bulk = (self.weights.double() * surprise.clamp_max(end)).sum(dim=1)
-        return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
+        return combined_score(surprise, self.weights, self.tail)
+
+    def tails(self) -> Float[Tensor, "S1 4"]:
+        """Constants of the tails of all kinds and, last, of the combined score; see :func:`tail_constants`."""
+        kinds = tail_constants(self.ordered.double(), self.tail)
+        return torch.cat([kinds, tail_constants(self.combined.double(), self.tail).unsqueeze(0)])
+
+
+def combined_score(
+    surprise: Float[Tensor, "B S"], weights: Float[Tensor, "S"], tail: float = TAIL_FRACTION
+) -> Float[Tensor, "B"]:
+    """The combined score s of this module's formula, from the l of every kind.
+
+    >>> combined_score(torch.tensor([[1.0, 5.0]]), torch.tensor([2.0, 0.0]), tail=0.1)
+    tensor([4.6974], dtype=torch.float64)
+    """
+    end = -math.log(tail)
+    bulk = (weights.double() * surprise.clamp_max(end)).sum(dim=1)
+    return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
 
 
 def log_survival(
@@ -97,14 +112,30 @@ def log_survival(
     >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
     tensor([0.5100, 0.0026])
     """
+    return log_survival_from(ordered, values, tail_constants(ordered, tail_fraction))
+
+
+def tail_constants(ordered: Float[Tensor, "*K M"], tail_fraction: float = TAIL_FRACTION) -> Float[Tensor, "*K 4"]:
+    """Start of the tail, its mean excess, the mean size of a score, and the log share at the start."""
     count = ordered.shape[-1]
     tail = min(max(MIN_TAIL_POINTS, round(tail_fraction * count)), count - 1)
-    start = ordered[..., count - 1 - tail, None]
-    excess = (ordered[..., count - tail :] - start).mean(dim=-1, keepdim=True)
+    start = ordered[..., count - 1 - tail]
     # Equal calibration scores would make the slope infinite.
-    scale = ordered.abs().mean(dim=-1, keepdim=True).clamp_min(torch.finfo(ordered.dtype).tiny)
-    excess = excess.clamp_min(_RESOLUTION * (scale + start.abs()))
-    values = torch.where(values.isfinite(), values - _RESOLUTION * (scale + values.abs()), values)
+    scale = ordered.abs().mean(dim=-1).clamp_min(torch.finfo(ordered.dtype).tiny)
+    excess = (ordered[..., count - tail :] - start.unsqueeze(-1)).mean(dim=-1)
+    excess = excess.clamp_min(SCORE_RESOLUTION * (scale + start.abs()))
+    share = torch.full_like(start, math.log((tail + 2) / (count + 1)))
+    return torch.stack([start, excess, scale, share], dim=-1)
+
+
+def log_survival_from(
+    ordered: Float[Tensor, "*K M"], values: Float[Tensor, "*K B"], constants: Float[Tensor, "*K 4"]
+) -> Float[Tensor, "*K B"]:
+    """:func:`log_survival` with the constants of the tail at hand."""
+    count = ordered.shape[-1]
+    ordered, constants = ordered.to(values.dtype), constants.to(values.dtype)
+    start, excess, scale, share = constants.unsqueeze(-1).unbind(dim=-2)
+    values = torch.where(values.isfinite(), values - SCORE_RESOLUTION * (scale + values.abs()), values)
     values = torch.where(values.isnan(), torch.inf, values)
     above = torch.searchsorted(ordered, values.contiguous())
     upper = ordered.gather(-1, above.clamp_max(count - 1))
@@ -112,5 +143,5 @@ def log_survival(
     fraction = torch.where(upper > lower, (values - lower) / (upper - lower), torch.ones_like(values)).clamp(0.0, 1.0)
     rank = torch.where(above > 0, above - 1 + fraction, torch.zeros_like(values))
     inside = torch.log((count + 1 - rank) / (count + 1))
-    outside = math.log((tail + 2) / (count + 1)) - (values - start) / excess
+    outside = share - (values - start) / excess
     return torch.where(values > start, outside, inside).clamp_min(-torch.finfo(torch.float32).max)

@@ -34,9 +34,10 @@ from sepc_torch.head.empty import empty_parts
 from sepc_torch.head.evidence import Evidence
 from sepc_torch.head.explanation import DecisionExplanation, ExplainedHead, explain_decisions
 from sepc_torch.head.fit_options import FitOptions
+from sepc_torch.head.graphed import GraphedHead
 from sepc_torch.head.groups import By, GroupAcceptance, accept_by_group
 from sepc_torch.head.head_files import read_head, write_head
-from sepc_torch.head.judge import group_indices, judge_rows
+from sepc_torch.head.judge import GPU_ROWS, forward_in_pieces, group_indices, judge_rows
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.novelties import Novelties, find_novelties
 from sepc_torch.head.prediction import HeadPrediction
@@ -273,6 +274,8 @@ class TrustHead(nn.Module):
         """
         if logits is not None and labels is not None:
             raise ValueError("Pass logits or labels, not both: each gives the network's prediction.")
+        if isinstance(z, Tensor) and z.is_cuda and z.dim() == 2 and len(z) > GPU_ROWS and can_synchronize(z):
+            return forward_in_pieces(self, z, logits, labels, groups)
         if isinstance(z, Tensor):
             z = z.to(self.projection.shift.dtype)  # the same answer for every dtype of the input
         points = self.projection(z)
@@ -316,18 +319,23 @@ class TrustHead(nn.Module):
                 "without logits.",
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
-        index = label.clamp_min(0)
-        values = self.evidence(z, index)
-        invalid = invalid | values.support.isnan().any(dim=1)
-        refused = invalid | (label < 0)
-        values = values._replace(nonconformity=torch.where(refused[:, None], torch.nan, values.nonconformity))
-        calibrated = self.calibration(values, index, logits, own=own, region=places[0], group=places[1])
-        return calibrated._replace(
-            confidence=torch.where(refused, 0.0, calibrated.confidence),
-            class_p_value=torch.where(refused & ~invalid, torch.nan, calibrated.class_p_value),
-            joint=torch.where(refused, 0.0, calibrated.joint),
-            accept=calibrated.accept & ~refused,
+        found = self.calibration(
+            self.evidence.measure(z), label, invalid, logits, own=own, region=places[0], group=places[1]
         )
+        return Calibrated(*(column.to(z.dtype) for column in found[:-1]), found.accept)
+
+    def graphed(self, rows: int, *, logits: bool = True) -> GraphedHead:
+        """Record the head as a CUDA graph for batches of at most ``rows`` rows; the result is called like the head.
+
+        A small batch takes little time on the device, but dozens of launches; a graph is one launch. The head must be
+        on a CUDA device. Record again after :meth:`calibrate` and :meth:`accept_at`. Invalid rows are flagged under
+        either ``nan_policy``.
+
+        Args:
+            rows: Largest number of rows of a batch; smaller batches take as long.
+            logits: Whether batches come with logits.
+        """
+        return GraphedHead(self, rows, self.in_features, len(self.classes) if logits else None)
 
     def warmup(self, *rows: int) -> float:
         """Run the head on random embeddings, so that kernels are compiled and memory is allocated before first use.

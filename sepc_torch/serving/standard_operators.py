@@ -15,17 +15,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
+from sepc_torch.head.assess import assess_plainly
+from sepc_torch.head.densities import mixtures
 from sepc_torch.model.torch_ops import _SECULAR_STEPS
 from sepc_torch.shapes import Bool, Float, Int
 
 # Number of equally near ellipsoids that a graph expands for a point outside; further ones are left out. Four is a
 # guess: equal distances need mirror images or repeated ellipsoids, and each one more adds the cost of a search.
 TIED = 4
-
-
-def exact_product(x: Float[Tensor, "B E"], matrix: Float[Tensor, "R E"]) -> Float[Tensor, "B R"]:
-    """Matrix product of rows with the rows of a matrix."""
-    return x @ matrix.T
 
 
 def distances(
@@ -141,8 +138,27 @@ def class_nearest(
     closeness = z @ points.T - half_squares
     best = [closeness[:, first:end].argmax(dim=1) + first for first, end in zip([0, *ends[:-1]], ends, strict=True)]
     # One class at a time: the differences to the points of all classes would take C times the memory.
-    apart = [(points[index] - z).square().sum(dim=1).sqrt() for index in best]
+    apart = [(points[index] - z).double().square().sum(dim=1).sqrt().to(z.dtype) for index in best]
     return torch.stack(apart, dim=1), torch.stack(best, dim=1)
+
+
+def log_densities(
+    distance: Float[Tensor, "B K"],
+    log_weight: Float[Tensor, "K"],
+    freedom: Float[Tensor, "K"],
+    codes: Int[Tensor, "K"],
+    dim: int,
+    classes: int,
+) -> Float[Tensor, "B C"]:
+    """Log density of each class, from the distances to all regions."""
+    with StandardOperators():  # the context does not reach into its own replacements
+        return mixtures(distance.double(), log_weight.double(), freedom.double(), codes, dim, classes)
+
+
+def assess(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Calibrated values of labels."""
+    with StandardOperators():
+        return assess_plainly(*arguments)
 
 
 def _search(ordered: Tensor, values: Tensor) -> Int[Tensor, "*k B"]:
@@ -184,7 +200,15 @@ def _logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **{
         getattr(torch.ops.sepc_torch, function.__name__).default: function
-        for function in (exact_product, distances, euclidean_distances, region_counts, expanded_counts, class_nearest)
+        for function in (
+            distances,
+            euclidean_distances,
+            region_counts,
+            expanded_counts,
+            class_nearest,
+            log_densities,
+            assess,
+        )
     },
     torch.searchsorted: _search,
     torch.asinh: _asinh,
@@ -201,8 +225,8 @@ class StandardOperators(TorchFunctionMode):
 
     >>> x = torch.tensor([[1.0, 2.0]])
     >>> with StandardOperators():
-    ...     torch.ops.sepc_torch.exact_product.default(x, x)
-    tensor([[5.]])
+    ...     torch.ops.sepc_torch.distances.default(x, 0 * x, torch.eye(2)[None])
+    tensor([[2.2361]])
     """
 
     def __torch_function__(

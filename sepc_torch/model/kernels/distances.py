@@ -24,14 +24,14 @@ _PROGRAMS = 512
 
 
 @jit
-def _power_of_two_above(x):
+def power_of_two_above(x):
     """The power of two above a positive float32 number, from its exponent bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits & 0x7F800000) + 0x00800000).to(tl.float32, bitcast=True)
 
 
 @jit
-def _split_float(x):
+def split_float(x):
     """A float32 block as the sum of two float16 blocks."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
@@ -63,7 +63,7 @@ def tile_scale(
         part = load_features(start, live, origin, feature_scale, b * block + i, dim, column_stride)
         largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
         squares += tl.sum(part * part, axis=1)
-    return _power_of_two_above(tl.maximum(largest + reach, 8.7e-19)), tl.sqrt(squares), part
+    return power_of_two_above(tl.maximum(largest + reach, 8.7e-19)), tl.sqrt(squares), part
 
 
 @jit
@@ -90,7 +90,7 @@ def tile_distance(
             else:
                 part = load_features(start, live, origin, feature_scale, feature, dim, column_stride)
                 x = (part - c[None, :]) * factor[:, None]
-            x_high, x_low = _split_float(x)
+            x_high, x_low = split_float(x)
             place = matrix + feature[:, None] * padded + (j * block + i)[None, :]
             r_high = tl.load(high + place)
             y = tl.dot(x_high, r_high, y)
@@ -131,14 +131,27 @@ def distances(z: Tensor, origin: Float[Tensor, "D"], bank: Split) -> Float[Tenso
     return out
 
 
-def distances_into(out: Tensor, z: Tensor, origin: Float[Tensor, "D"], bank: Split, row: int, column: int) -> None:
-    """Write the distances to ``out``, with ``row`` numbers between rows and ``column`` between ellipsoids."""
+def distances_into(
+    out: Tensor,
+    z: Tensor,
+    origin: Float[Tensor, "D"],
+    bank: Split,
+    row: int,
+    column: int,
+    *,
+    one_shape: bool = False,
+) -> None:
+    """Write the distances to ``out``, with ``row`` numbers between rows and ``column`` between ellipsoids.
+
+    With ``one_shape`` every batch is multiplied in tiles of the same shape, so that the last digits of a distance do
+    not depend on the batch; small batches then take a little longer.
+    """
     points, dim = z.shape
     if points == 0:
         return
     count, padded = bank.centers.shape
     block = block_size(dim)
-    shape = program_shape(points, count, padded // block)
+    shape = program_shape(points, count, padded // block, one_shape=one_shape)
     row_stride, column_stride = z.stride()
     _launch(
         (-(-points // shape.rows), -(-count // shape.group), 1),
@@ -161,12 +174,16 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def program_shape(points: int, count: int, blocks: int) -> Shape:
-    """The program shape that was fastest on an H200.
+def program_shape(points: int, count: int, blocks: int, *, one_shape: bool = False) -> Shape:
+    """The program shape that was fastest on an H200; with ``one_shape`` the one of large batches.
 
     Few points take small tiles, so that more programs run. With several blocks of features, two pipeline stages exceed
     the shared memory.
     """
+    if one_shape:
+        rows = 64 if blocks == 1 else 128
+        group = _group(points, count, rows)
+        return Shape(rows, group, warps=8 if blocks > 2 else 4, stages=2 if blocks == 1 else 1)
     if blocks == 1:
         rows = next((rows for rows in (16, 32) if points <= rows), 64)
         return Shape(rows, _group(points, count, rows), warps=4, stages=2)

@@ -1,0 +1,181 @@
+r"""Calibrated values of labels from the measurements of points: one operator, in plain torch and as a CUDA kernel.
+
+For a label c and its point, with the tables of a calibration,
+
+1. the support x is asinh of softmax's log odds for c, asinh of the log odds of the class densities, and the log ratio
+   of the distances to the nearest reference points of other classes and of c;
+2. the confidence is the beta-calibrated logistic of x (:mod:`sepc_torch.head.confidence`);
+3. the nonconformity score s combines all kinds (:mod:`sepc_torch.head.strangeness`), its p-values are the shares of
+   ranked calibration points with a score at least as large (:mod:`sepc_torch.head.conformal`);
+4. the joint score is the ranking's logistic of x times the odds that the point is of a known kind.
+
+All arithmetic is in float64. ``torch.compile`` sees one operator, so compiled results are those of plain calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sepc_torch.head.confidence import confidence_from
+from sepc_torch.head.conformal import ClassCalibration, class_p_value, p_value_from_sorted
+from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support, with_energy, with_softmax
+from sepc_torch.head.strangeness import combined_score, log_survival_from
+from sepc_torch.model import torch_ops
+from sepc_torch.model.kernels.launch import available
+from sepc_torch.shapes import Bool, Float, Int
+
+# Scores closer than this count as equal: log odds of joint scores and nonconformity scores, relative to 1 + |score|.
+# Rounding errors, and differences between devices, are far below.
+RESOLUTION = 1e-4
+# Bound of the logits: a masked class has the logit -inf.
+MAX_LOGIT = 1e4
+
+
+class CalibrationTables(NamedTuple):
+    """Tensors of a calibration that values are computed from.
+
+    ``confidence`` and ``ranking`` hold the weights, the bias, the two bends and the shift of a logistic model.
+    ``ordered`` (S, M) holds the sorted scores of every kind, ``combined`` (M,) the sorted combined scores, and
+    ``tails`` (S + 1, 4) the constants of their tails. ``held`` (H,) and ``by_class`` (C, m) are the sorted scores of
+    the ranked points, ``class_counts`` their numbers by class.
+    """
+
+    temperature: Float[Tensor, ""]
+    confidence: Float[Tensor, "f"]
+    ranking: Float[Tensor, "f"]
+    weights: Float[Tensor, "S"]
+    tails: Float[Tensor, "S1 4"]
+    ordered: Float[Tensor, "S M"]
+    combined: Float[Tensor, "M"]
+    held: Float[Tensor, "H"]
+    by_class: Float[Tensor, "C m"]
+    class_counts: Int[Tensor, "C"]
+    unknown_odds: Float[Tensor, ""]
+
+
+class Assessed(NamedTuple):
+    """Confidence, p-value, class p-value, nonconformity score and joint score (5, B); whether a row is accepted."""
+
+    columns: Float[Tensor, "5 B"]
+    accept: Bool[Tensor, "B"]
+
+
+def assess(
+    measured: Measurements,
+    logits: Float[Tensor, "B C"] | None,
+    label: Int[Tensor, "B"],
+    invalid: Bool[Tensor, "B"],
+    least: Float[Tensor, "*B"],
+    tables: CalibrationTables,
+) -> Assessed:
+    """Calibrated values of labels.
+
+    Args:
+        measured: The measurements of the points.
+        logits: The network's logits, if the labels are the network's and the calibration had logits.
+        label: The labels; -1 for a row without a label.
+        invalid: Rows with an invalid embedding.
+        least: The least accepted joint score, of every row or of all.
+        tables: The calibration.
+
+    Returns:
+        The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
+        and are not accepted.
+    """
+    near = [] if measured.near is None else [measured.near]
+    given = [] if logits is None else [logits]
+    point = measured.density, near, measured.nonconformity
+    return Assessed(*_assess(*point, given, label, invalid, least, list(tables)))
+
+
+def _assess_rows(
+    density: Tensor,
+    near: list[Tensor],
+    nonconformity: Tensor,
+    logits: list[Tensor],
+    label: Tensor,
+    invalid: Tensor,
+    least: Tensor,
+    tensors: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    if available(density):
+        from sepc_torch.head.kernels.assess import assess_on_cuda
+
+        return assess_on_cuda(density, near, nonconformity, logits, label, invalid, least, CalibrationTables(*tensors))
+    return assess_plainly(density, near, nonconformity, logits, label, invalid, least, tensors)
+
+
+def assess_plainly(
+    density: Float[Tensor, "B C"],
+    near: list[Tensor],
+    nonconformity: Float[Tensor, "B K"],
+    logits: list[Tensor],
+    label: Int[Tensor, "B"],
+    invalid: Bool[Tensor, "B"],
+    least: Float[Tensor, "*B"],
+    tensors: list[Tensor],
+) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
+    """The operator in plain torch."""
+    tables = CalibrationTables(*tensors)
+    index = label.clamp_min(0)
+    support = label_support(density, near[0] if near else None, index)
+    invalid = invalid | support.isnan().any(dim=1)
+    refused = invalid | (label < 0)
+    values = EvidenceValues(support, torch.where(refused[:, None], torch.nan, nonconformity))
+    if logits:
+        finite = finite_logits(logits[0])
+        values = with_softmax(values, finite / tables.temperature.double(), index)
+        if len(tables.weights) > values.nonconformity.shape[1]:  # file formats 1 to 3 had no energy
+            values = with_energy(values, finite)
+    kinds = log_survival_from(tables.ordered, values.nonconformity.T, tables.tails[:-1])
+    score = combined_score(-kinds.T, tables.weights)
+    typicality = log_survival_from(tables.combined, score, tables.tails[-1])
+    # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
+    lower = score - RESOLUTION * (1.0 + score.abs())
+    by_class = class_p_value(ClassCalibration(tables.by_class.double(), tables.class_counts), lower, index)
+    joint = joint_score(confidence_from(values.support, tables.ranking), typicality, tables.unknown_odds)
+    columns = [
+        torch.where(refused, 0.0, confidence_from(values.support, tables.confidence)),
+        p_value_from_sorted(tables.held.double(), lower),
+        torch.where(refused & ~invalid, torch.nan, by_class),
+        score,
+        torch.where(refused, 0.0, joint),
+    ]
+    return torch.stack(columns), (joint >= least) & ~refused
+
+
+def finite_logits(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
+    """Logits in float64 within finite bounds; softmax still gives a masked class (-inf) the probability zero."""
+    return logits.double().clamp(-MAX_LOGIT, MAX_LOGIT)
+
+
+def joint_score(
+    confidence: Float[Tensor, "B"], log_typicality: Float[Tensor, "B"], unknown_odds: Float[Tensor, ""]
+) -> Float[Tensor, "B"]:
+    r"""Probability :math:`c \, \frac{p}{p + \lambda}` that a label is right and the point is of a known kind.
+
+    c is the confidence, p the typicality and :math:`\lambda` the prior odds that a point is of an unknown kind. At
+    typicality p the odds are :math:`\lambda / p`: the prior odds times 1/p, the strongest evidence that a p-value can
+    give against the known kinds. Points of ordinary typicality, :math:`p \gg \lambda`, keep the order of their
+    confidence.
+
+    >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log(), torch.tensor(0.1))
+    tensor([0.8182, 0.0089])
+    """
+    return confidence * torch.sigmoid(log_typicality - unknown_odds.log().to(log_typicality.dtype))
+
+
+def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
+    count = density.shape[0]
+    return density.new_empty(5, count), density.new_empty(count, dtype=torch.bool)
+
+
+_assess = torch_ops.operator(
+    "assess(Tensor density, Tensor[] near, Tensor nonconformity, Tensor[] logits, Tensor label, Tensor invalid, "
+    "Tensor least, Tensor[] tables) -> (Tensor, Tensor)",
+    _assess_rows,
+    _shapes,
+)

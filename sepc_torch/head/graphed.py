@@ -1,0 +1,62 @@
+"""A head recorded as a CUDA graph, for batches of a fixed size: one launch instead of dozens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sepc_torch.data.arrays import count
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.shapes import Float
+
+# Calls before the recording: they compile the kernels and allocate what the recording must not allocate.
+_WARM_UP = 3
+
+
+class GraphedHead:
+    """A head on a CUDA device that replays one recorded graph; see :meth:`sepc_torch.TrustHead.graphed`.
+
+    The graph reads the tensors of the head. After ``calibrate``, ``accept_at`` or ``to`` record it again.
+
+    Args:
+        head: The head, on a CUDA device.
+        rows: Largest number of rows of a batch.
+        logits: Whether batches come with logits.
+    """
+
+    def __init__(self, head: nn.Module, rows: int, features: int, classes: int | None) -> None:
+        device = next(head.buffers()).device
+        if device.type != "cuda":
+            raise ValueError(f"The head is on {device}; a CUDA graph needs a head on a CUDA device: head.to('cuda').")
+        self.rows = count(rows, "rows", least=1)
+        self._z = torch.ones(rows, features, device=device)
+        self._logits = None if classes is None else torch.ones(rows, classes, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                head(self._z, logits=self._logits)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        with torch.no_grad(), torch.cuda.graph(self._graph):
+            self._out: HeadPrediction = head(self._z, logits=self._logits)
+
+    def __call__(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"] | None = None) -> HeadPrediction:
+        """Judge at most ``rows`` embeddings. The results are new tensors."""
+        if (logits is None) != (self._logits is None):
+            raise ValueError(
+                "The graph was recorded with logits; pass logits."
+                if logits is None
+                else "The graph was recorded without logits; record one with head.graphed(rows, logits=True)."
+            )
+        number = z.shape[0]
+        if z.shape[1:] != self._z.shape[1:] or number > self.rows:
+            raise ValueError(
+                f"The graph takes at most {self.rows} embeddings of {self._z.shape[1]} features; got the shape "
+                f"{tuple(z.shape)}. Record a larger one with head.graphed(rows)."
+            )
+        self._z[:number].copy_(z)
+        if logits is not None and self._logits is not None:
+            self._logits[:number].copy_(logits)
+        self._graph.replay()
+        return HeadPrediction(*(field[:number].clone() for field in self._out))

@@ -1,0 +1,109 @@
+"""Checks of a head's kernels on the CPU, run by test_kernels.py in a process with TRITON_INTERPRET=1.
+
+TRITON_INTERPRET=1 python tests/head_kernels_in_the_interpreter.py 7
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from sepc_torch import TrustHead
+from sepc_torch.head import assess
+from sepc_torch.head.kernels.assess import assess_on_cuda
+from sepc_torch.head.kernels.mixtures import log_densities
+from sepc_torch.head.kernels.search import nearest_into
+from sepc_torch.head.kernels.search_tables import search_tables
+from sepc_torch.model.kernels import split
+
+Rng = np.random.Generator
+
+
+def count_by_tensors() -> None:
+    """Let the interpreter use a loaded number as the bound of a loop: NumPy 2.4 no longer converts arrays of one."""
+    plain = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def check_search(rng: Rng) -> None:
+    """The nearest point of every class and its distance, for large and small classes, one and several blocks."""
+    for sizes, dim, rows in (((70, 1, 200), 7, 5), ((3, 1, 20, 2), 70, 3), ((40,), 16, 2)):
+        codes = np.repeat(np.arange(len(sizes)), sizes)
+        points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
+        z = torch.from_numpy(rng.normal(size=(rows, dim))).float()
+        z[0] = points[-1]
+        ends = np.cumsum(sizes).tolist()
+        distance, index = torch.empty(rows, len(sizes)), torch.empty(rows, len(sizes), dtype=torch.int64)
+        nearest_into(z, points, search_tables(points, ends), distance, index)
+        apart = torch.cdist(z.double(), points.double())
+        for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            least, where = apart[:, first:end].min(dim=1)
+            assert torch.allclose(distance[:, c].double(), least, rtol=1e-6, atol=1e-6)
+            assert torch.equal(index[:, c], where + first)
+    z[1, 2] = torch.nan
+    nearest_into(z, points, search_tables(points, ends), distance, index)
+    assert distance[1].isnan().all()
+    assert ((index >= 0) & (index < len(points))).all()
+
+
+def head_of(rng: Rng, **options: int) -> tuple[TrustHead, torch.Tensor, torch.Tensor]:
+    labels = np.arange(240) % 3
+    x = rng.normal(size=(240, 5)) + 2.0 * np.eye(3, 5)[labels]
+    head = TrustHead.fit(x, labels, dim=3, nan_policy="flag", **options)  # type: ignore[arg-type]
+    held, logits = rng.normal(size=(120, 5)) + 2.0 * np.eye(3, 5)[labels[:120]], rng.normal(size=(120, 3))
+    head.calibrate(held, labels[:120], logits)
+    z = torch.from_numpy(rng.normal(size=(7, 5)) * 3.0).float()
+    return head, z, torch.from_numpy(4.0 * rng.normal(size=(7, 3)))
+
+
+def check_densities(rng: Rng) -> None:
+    """Log densities of all classes equal those of plain torch to the accuracy of distances."""
+    head, z, _ = head_of(rng)
+    assert head.evidence is not None
+    model = head.evidence.densities
+    points = head.evidence.polar(z)
+    points[2, 1] = torch.nan
+    bank = split(model.bank.offsets, model.bank.whiteners)
+    found = log_densities(points, model.bank.origin, bank, model.by_class)
+    assert torch.allclose(found, model(points), rtol=1e-5, atol=1e-4, equal_nan=True)
+    assert found[2].isnan().all()
+
+
+def check_assess(rng: Rng) -> None:
+    """Calibrated values equal those of plain torch to float64's accuracy, also of refused rows and odd logits."""
+    for options in ({}, {"reference_points": 0}):
+        head, z, logits = head_of(rng, **options)
+        assert head.evidence is not None
+        assert head.calibration is not None
+        z[5] = 1e4
+        measured = head.evidence.measure(z)
+        measured.density[4] = torch.nan
+        logits[1, 0], logits[2, 1], logits[3] = -torch.inf, torch.inf, torch.nan
+        label = torch.tensor([0, 1, 1, -1, 0, 2, 1])
+        invalid = torch.tensor([False] * 6 + [True])
+        for labels, given in ((head.calibration.network, [logits.float()]), (head.calibration.own, [])):
+            for least in (torch.tensor(0.3).double(), torch.linspace(0.0, 1.0, 7).double()):
+                near = [] if measured.near is None else [measured.near]
+                rows = measured.density, near, measured.nonconformity, given, label, invalid, least
+                columns, accept = assess_on_cuda(*rows, labels.tables())
+                expected, accepted = assess.assess_plainly(*rows, list(labels.tables()))
+                assert torch.allclose(columns, expected, rtol=1e-11, atol=1e-12, equal_nan=True), columns - expected
+                assert torch.equal(accept, accepted)
+
+
+if __name__ == "__main__":
+    count_by_tensors()
+    generator = np.random.default_rng(int(sys.argv[1]))
+    with torch.no_grad():
+        for check in (check_search, check_densities, check_assess):
+            check(generator)
+    sys.stdout.write("right\n")
