@@ -330,3 +330,9 @@ def test_a_head_over_a_table(rng: Rng, tmp_path: Path, columns: list[Any]) -> No
         model.calibrate(mixed + 0.1 * rng.normal(size=mixed.shape), y)
         with pytest.raises(ValueError, match=rf"lacks the columns \['{columns[1]}'\]"):
             model.predict(frame.drop(columns=columns[1]))
+
+
+def test_a_graph_needs_a_cuda_device(rng: Rng) -> None:
+    head = TrustHead.fit(rng.normal(size=(60, 4)), np.arange(60) % 2, dim=2)
+    with pytest.raises(ValueError, match=r"The head is on cpu; .* head\.to\('cuda'\)"):
+        head.graphed(8)

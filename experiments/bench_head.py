@@ -1,0 +1,251 @@
+"""Speed, memory and exactness of a whole calibrated head, on the CPU and on a CUDA device.
+
+Goals, for 10 classes and 64 features with logits: on an H200 with 16 384 reference points 2^20 rows in 45 ms, 65 536
+rows in 4 ms, one row in 0.6 ms and in 0.06 ms from a CUDA graph, within 1 GiB; on one CPU thread with 6000 reference
+points one row in 2 ms and 1024 rows in 100 ms; the first call of a compiled head in 20 s, other batch sizes without
+compiling again.
+
+    python experiments/bench_head.py                 # the CPU, and the CUDA device if there is one
+    python experiments/bench_head.py --only cpu,compile
+
+``nearest`` is the time of ``torch.cdist`` to the same reference points, its minimum, and softmax: the least that a
+score from neighbours costs in plain torch. ``brute`` is scikit-learn's brute-force search. ``classifier`` is the frozen
+classifier alone. ``plain`` is the head without kernels. The exactness part counts the rows in which the head with
+kernels differs from the plain head, field by field, and the rows in which batches of other sizes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from harness import RESULTS, arguments, environment, write_results
+from sklearn.neighbors import NearestNeighbors
+from torch import Tensor
+
+from sepc_torch import HeadPrediction, TrustHead
+
+CLASSES, MODES, FEATURES = 10, 12, 64
+GPU_ROWS = (1, 1024, 65_536, 2**20)
+BATCHES = (1, 2, 7, 64, 1000)
+
+
+class Networklike:
+    """Embeddings and logits like those of a network: classes with several modes each, of low rank, and lengths."""
+
+    def __init__(self, seed: int, apart: float = 1.0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.middles = apart * self.rng.normal(size=(CLASSES, MODES, FEATURES)) / 4.0 + self.rng.normal(size=FEATURES)
+        self.spread = self.rng.normal(size=(CLASSES, 24, FEATURES)) / np.sqrt(24)
+        self.weights = self.middles.mean(axis=1) - self.middles.mean(axis=(0, 1))
+
+    def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        labels, mode = self.rng.integers(0, CLASSES, rows), self.rng.integers(0, MODES, rows)
+        noise = np.einsum("nr,nrd->nd", self.rng.normal(size=(rows, 24)), self.spread[labels]) / 3.0
+        z = self.middles[labels, mode] + noise + 0.1 * self.rng.normal(size=(rows, FEATURES))
+        return z.astype(np.float32), labels, ((z - z.mean(axis=0)) @ self.weights.T).astype(np.float32)
+
+    def head(self, points: int, reference_points: int) -> TrustHead:
+        z, labels, _ = self.draw(points)
+        head = TrustHead.fit(z, labels, reference_points=reference_points, nan_policy="flag", progress=False)
+        head.calibrate(*self.draw(4000))
+        return head
+
+    def batch(self, rows: int, device: str) -> tuple[Tensor, Tensor]:
+        some = min(rows, 2**16)
+        z, _, logits = self.draw(some)
+        times = -(-rows // some)
+        return tuple(torch.from_numpy(part).repeat(times, 1)[:rows].to(device) for part in (z, logits))  # type: ignore[return-value]
+
+
+def milliseconds(function: Callable[[], Any], repeats: int, device: str) -> float:
+    """Median time from the call to its result."""
+    times = []
+    for turn in range(repeats + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if turn >= 2:  # the first calls compile and allocate
+            times.append(1e3 * (time.perf_counter() - begun))
+    return statistics.median(times)
+
+
+def nearest(points: Tensor, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax, and the distance to the nearest reference point, in pieces of at most 1 GiB."""
+    step = max(1, 2**28 // len(points))
+    parts = [torch.cdist(piece, points).amin(dim=1) for piece in z.split(step)]
+    return logits.softmax(dim=1).amax(dim=1), torch.cat(parts)
+
+
+def size_of(head: TrustHead) -> dict[str, int]:
+    assert head.evidence is not None
+    return {
+        "ellipsoids": len(head.sepc.bank),
+        "dims": head.sepc.bank.dim,
+        "regions": len(head.evidence.densities.codes),
+        "reference_points": len(head.evidence.reference_points.codes),
+    }
+
+
+def on_the_cpu(seed: int, smoke: bool) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    source = Networklike(seed)
+    head = source.head(1000 if smoke else 20_000, 500 if smoke else 6000)
+    assert head.evidence is not None
+    points = head.evidence.reference_points.points
+    brute = NearestNeighbors(n_neighbors=1, algorithm="brute").fit(points.numpy())
+    found = []
+    for rows in (1, 64) if smoke else (1, 1024):
+        z, logits = source.batch(rows, "cpu")
+        calls: dict[str, Callable[[], Any]] = {
+            "head": partial(head, z, logits=logits),
+            "classifier": partial(head.sepc, head.projection(z)),
+            "nearest": partial(nearest, points, z, logits),
+            "brute": partial(brute.kneighbors, z.numpy()),
+        }
+        times = {
+            name: milliseconds(call, 3 if smoke else 200 if rows == 1 else 15, "cpu") for name, call in calls.items()
+        }
+        found.append({"rows": rows, **times})
+        print(found[-1], flush=True)
+    return {**size_of(head), "rows": found}
+
+
+def on_the_gpu(seed: int, smoke: bool) -> dict[str, Any]:
+    source = Networklike(seed)
+    head = source.head(2000 if smoke else 50_000, 1000 if smoke else 16_384).to("cuda")
+    assert head.evidence is not None
+    points = head.evidence.reference_points.points
+    found = []
+    for rows in GPU_ROWS[:2] if smoke else GPU_ROWS:
+        z, logits = source.batch(rows, "cuda")
+        projected = head.projection(z)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = head(z, logits=logits)
+        kept = sum(field.element_size() * field.numel() for field in result)
+        peak = torch.cuda.max_memory_allocated() - before - kept
+        del result
+        calls: dict[str, Callable[[], Any]] = {
+            "head": partial(head, z, logits=logits),
+            "classifier": partial(head.sepc, projected),
+            "nearest": partial(nearest, points, z, logits),
+        }
+        if rows <= GPU_ROWS[1]:
+            calls["graph"] = partial(head.graphed(rows), z, logits)
+        times = {name: milliseconds(call, 100 if rows <= 1024 else 10, "cuda") for name, call in calls.items()}
+        with without_kernels(head) as plain:
+            times["plain"] = milliseconds(partial(plain, z, logits=logits), 20 if rows <= 1024 else 2, "cuda")
+        found.append({"rows": rows, "bytes": peak, **times})
+        print(found[-1], flush=True)
+    return {"device": torch.cuda.get_device_name(), **size_of(head), "rows": found}
+
+
+class without_kernels:
+    """Context with a copy of a head that searches, sums densities and assesses in plain torch."""
+
+    def __init__(self, head: TrustHead) -> None:
+        self.head = copy.deepcopy(head)
+        assert self.head.evidence is not None
+        for part in (self.head.evidence.reference_points, self.head.evidence.white_reference_points):
+            part.tables = []
+        self.head.evidence.densities.bank.prepared = None
+        self.patch = mock.patch("sepc_torch.head.assess.available", return_value=False)
+
+    def __enter__(self) -> TrustHead:
+        self.patch.start()
+        return self.head
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.stop()
+
+
+def exactness(seed: int, smoke: bool) -> dict[str, Any]:
+    """Differences between the head with kernels and without, and between batch sizes, for three heads."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = 2000 if smoke or device == "cpu" else 10**6
+    found = []
+    for turn, apart in enumerate((1.0, 0.3, 3.0)):
+        source = Networklike(seed + turn, apart)
+        head = source.head(1000 if smoke else 8000, 500 if smoke else 4096).to(device)
+        z, logits = source.batch(rows, device)
+        whole = head(z, logits=logits)
+        other = dict.fromkeys(HeadPrediction._fields, 0)
+        for batch in BATCHES:
+            for start in range(0, 40 * batch, batch):
+                out = head(z[start : start + batch], logits=logits[start : start + batch])
+                for name, count in differ(out, HeadPrediction(*(f[start : start + batch] for f in whole))).items():
+                    other[name] += count
+        with without_kernels(head) as plain:
+            kernels = differ(whole, plain(z, logits=logits))
+        found.append({"apart": apart, **size_of(head), "without_kernels": kernels, "batches": other})
+        print(found[-1], flush=True)
+    return {"device": device, "rows": rows, "compared_in_batches": 40 * sum(BATCHES), "heads": found}
+
+
+def differ(found: HeadPrediction, expected: HeadPrediction) -> dict[str, int]:
+    """Rows in which fields differ in any digit; NaN equals NaN."""
+    both = zip(HeadPrediction._fields, found, expected, strict=True)
+    return {name: int(((a != b) & ~(a.isnan() & b.isnan())).sum()) for name, a, b in both}
+
+
+def compiling(seed: int, smoke: bool) -> dict[str, Any]:
+    """Seconds of the first call of a compiled head, of another batch size, and whether the results are equal."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = Networklike(seed)
+    head = source.head(1000 if smoke else 8000, 500 if smoke else 4096).to(device)
+    z, logits = source.batch(64, device)
+    compiled = torch.compile(head, dynamic=True)
+    times = []
+    with torch.no_grad():
+        for rows in (64, 33, 64):
+            begun = time.perf_counter()
+            out = compiled(z[:rows], logits=logits[:rows])
+            times.append(time.perf_counter() - begun)
+        unequal = {name: count for name, count in differ(out, head(z, logits=logits)).items() if count}
+    found = {"device": device, "first_s": times[0], "other_size_s": times[1], "again_s": times[2], "unequal": unequal}
+    print(found, flush=True)
+    return found
+
+
+PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
+    "cpu": on_the_cpu,
+    "gpu": on_the_gpu,
+    "exactness": exactness,
+    "compile": compiling,
+}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    there = [name for name in PARTS if name != "gpu" or torch.cuda.is_available()]
+    parser.add_argument("--only", default=",".join(there), help="parts to measure, the default is %(default)s")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only knows {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if options.smoke:
+        wanted = [name for name in wanted if name in ("cpu", "exactness")]
+    path = RESULTS / "bench_head.json"
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    for name in wanted:
+        with torch.no_grad():
+            parts[name] = {**PARTS[name](options.seed, options.smoke), "environment": environment("torch")}
+        if not options.smoke:
+            results = {"command": "python experiments/bench_head.py", "seed": options.seed, "parts": parts}
+            print(f"written: {write_results('bench_head', results, measured=[name]).name}")
+
+
+if __name__ == "__main__":
+    main()

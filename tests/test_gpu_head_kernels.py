@@ -1,0 +1,150 @@
+"""The kernels of a head on a CUDA device: search, densities, calibrated values, graphs, and one answer per point."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from overlapping_classes import draw
+
+from sepc_torch import HeadPrediction, TrustHead
+from sepc_torch.head import assess
+from sepc_torch.head.neighbours import Neighbours
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+Rng = np.random.Generator
+# Decisions and promises must be equal; the other fields may differ in the last digits of float32.
+EQUAL = ("label", "rule", "trust", "nearest", "network_label", "confidence", "p_value", "class_p_value", "accept")
+
+
+def calibrated(rng: Rng, classes: int = 3, **options: int) -> TrustHead:
+    x, labels, _ = draw(rng, 200 * classes, classes)
+    head = TrustHead.fit(x, labels, dim=4, nan_policy="flag", **options)  # type: ignore[arg-type]
+    head.calibrate(*draw(rng, 600, classes))
+    head.accept_at(flag_rate=0.2)
+    return head
+
+
+def batch(rng: Rng, rows: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    x, _, logits = draw(rng, rows, classes)
+    x[::5] = 4.0 * rng.normal(size=x[::5].shape)
+    return torch.from_numpy(x).float().cuda(), torch.from_numpy(logits).float().cuda()
+
+
+def same(found: HeadPrediction, expected: HeadPrediction, names: tuple[str, ...] = HeadPrediction._fields) -> None:
+    for name in names:
+        a, b = getattr(found, name), getattr(expected, name)
+        assert torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0)), name
+
+
+@pytest.mark.parametrize("sizes", [(1,), (500, 3, 64), (2000,), (7,) * 300, tuple(range(1, 90))])
+@pytest.mark.parametrize("dim", [3, 64, 130])
+def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
+    codes = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
+    z = torch.from_numpy(rng.normal(size=(777, dim))).float()
+    z[0], z[1] = points[-1], 0.0
+    near = Neighbours(points, codes).cuda()
+    assert near.tables
+    distance, index = near.nearest(z.cuda())
+    apart = torch.cdist(z.double().cuda(), near.points.double())
+    assert torch.allclose(distance.double(), apart.gather(1, index), rtol=1e-5, atol=1e-5)
+    for c, end in enumerate(near.ends):
+        least = apart[:, end - sizes[c] : end].amin(dim=1)
+        assert torch.allclose(distance[:, c].double(), least, rtol=1e-5, atol=1e-5)
+    assert torch.equal(near.codes[index], torch.arange(len(sizes), device="cuda").expand(777, -1))
+
+
+def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:
+    middles = np.repeat([0.0, 1e4], 200)[:, None]
+    points = torch.from_numpy(middles + 1e-3 * rng.normal(size=(400, 8))).float()
+    near = Neighbours(points, torch.from_numpy(np.repeat([0, 1], 200))).cuda()
+    assert near.far_apart
+    assert not near.tables
+    apart = torch.cdist(points.double(), points.double())
+    assert torch.allclose(near(points.cuda()).cpu().double()[:200, 0], apart[:200, :200].amin(dim=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"reference_points": 0}, {"reference_points": 40}])
+@pytest.mark.parametrize("classes", [2, 3, 40])
+def test_kernels_equal_plain_torch(
+    rng: Rng, classes: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = calibrated(rng, classes, **options).cuda()
+    plain = copy.deepcopy(head)
+    assert plain.evidence is not None
+    for part in (plain.evidence.reference_points, plain.evidence.white_reference_points):
+        part.tables = []
+    plain.evidence.densities.bank.prepared = None
+    z, logits = batch(rng, 20_000, classes)
+    z[3], z[4, 0] = 0.0, torch.nan
+    logits[5, 0], logits[6] = torch.nan, -torch.inf
+    for given in (logits, None):
+        out = head(z, logits=given)
+        with monkeypatch.context() as patch:
+            patch.setattr(assess, "available", lambda _: False)
+            expected = plain(z, logits=given)
+        same(out, expected, ("label", "rule", "trust", "nearest", "network_label"))
+        # The kernel's distances have the accuracy of float32, so a p-value may be off by one ranked point in 10^4 rows.
+        for name in ("p_value", "class_p_value", "accept"):
+            assert int((getattr(out, name) != getattr(expected, name)).nan_to_num(0).sum()) <= 20, name
+        for name in ("confidence", "joint"):
+            assert torch.allclose(getattr(out, name), getattr(expected, name), atol=1e-4)
+        scores = (values.strangeness.clamp_max(1e30) for values in (out, expected))
+        assert torch.allclose(*scores, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("classes", [3, 40])
+def test_every_batch_has_the_same_answer(rng: Rng, classes: int) -> None:
+    head = calibrated(rng, classes).cuda()
+    z, logits = batch(rng, 40_000, classes)
+    whole = head(z, logits=logits)
+    for size in (1, 5, 16, 33, 64, 129, 1000, 17_000):
+        for start in range(0, min(40_000, 20 * size), size):
+            rows = slice(start, start + size)
+            out = head(z[rows], logits=logits[rows])
+            same(out, HeadPrediction(*(field[rows] for field in whole)), EQUAL)
+    same(head(z.double(), logits=logits), whole, EQUAL)
+
+
+def test_large_batches_go_in_pieces(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = calibrated(rng).cuda()
+    z, logits = batch(rng, 3000)
+    whole = head(z, logits=logits)
+    monkeypatch.setattr("sepc_torch.head.trust_head.GPU_ROWS", 1000)
+    monkeypatch.setattr("sepc_torch.head.judge.GPU_ROWS", 1000)
+    same(head(z, logits=logits), whole)
+    same(head(z, labels=whole.network_label), head(z, labels=whole.network_label.clone()))
+
+
+def test_graphs(rng: Rng) -> None:
+    head = calibrated(rng).cuda()
+    z, logits = batch(rng, 64)
+    for given in (logits, None):
+        graph = head.graphed(64, logits=given is not None)
+        whole = head(z, logits=given)
+        same(graph(z, given), whole)
+        some = graph(z[:7], None if given is None else given[:7])
+        same(some, HeadPrediction(*(field[:7] for field in whole)), EQUAL)
+    with pytest.raises(ValueError, match="recorded without logits"):
+        graph(z, logits)
+    with pytest.raises(ValueError, match="at most 64 embeddings"):
+        graph(torch.cat([z, z]))
+
+
+def test_memory_does_not_grow_with_the_batch(rng: Rng) -> None:
+    head = calibrated(rng).cuda()
+    added = []
+    for rows in (2**18, 2**19):
+        z, logits = batch(rng, 2**18)
+        z, logits = z.repeat(rows // 2**18, 1), logits.repeat(rows // 2**18, 1)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = head(z, logits=logits)
+        kept = sum(field.element_size() * field.numel() for field in out)
+        added.append(torch.cuda.max_memory_allocated() - before - 2 * kept)
+        del out
+    assert added[1] < 2**30
+    assert added[1] < 1.5 * max(added[0], 2**27)
