@@ -7,7 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from overlapping_classes import draw
+from test_gpu_head import batch as on_the_cpu
+from test_gpu_head import calibrated
 
 from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.head import assess
@@ -19,18 +20,15 @@ Rng = np.random.Generator
 EQUAL = ("label", "rule", "trust", "nearest", "network_label", "confidence", "p_value", "class_p_value", "accept")
 
 
-def calibrated(rng: Rng, classes: int = 3, **options: int) -> TrustHead:
-    x, labels, _ = draw(rng, 200 * classes, classes)
-    head = TrustHead.fit(x, labels, dim=4, nan_policy="flag", **options)  # type: ignore[arg-type]
-    head.calibrate(*draw(rng, 600, classes))
+def accepting(rng: Rng, classes: int = 3, **options: int) -> TrustHead:
+    head = calibrated(rng, classes, **options)
     head.accept_at(flag_rate=0.2)
-    return head
+    return head.cuda()
 
 
 def batch(rng: Rng, rows: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    x, _, logits = draw(rng, rows, classes)
-    x[::5] = 4.0 * rng.normal(size=x[::5].shape)
-    return torch.from_numpy(x).float().cuda(), torch.from_numpy(logits).float().cuda()
+    z, logits = on_the_cpu(rng, rows, classes)
+    return z.cuda(), logits.cuda()
 
 
 def same(found: HeadPrediction, expected: HeadPrediction, names: tuple[str, ...] = HeadPrediction._fields) -> None:
@@ -60,11 +58,12 @@ def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
 def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:
     middles = np.repeat([0.0, 1e4], 200)[:, None]
     points = torch.from_numpy(middles + 1e-3 * rng.normal(size=(400, 8))).float()
-    near = Neighbours(points, torch.from_numpy(np.repeat([0, 1], 200))).cuda()
+    near = Neighbours(points, torch.from_numpy(np.repeat([0, 1], 200)))
+    expected = near(points)
+    near = near.cuda()
     assert near.far_apart
     assert not near.tables
-    apart = torch.cdist(points.double(), points.double())
-    assert torch.allclose(near(points.cuda()).cpu().double()[:200, 0], apart[:200, :200].amin(dim=1), atol=1e-6)
+    assert torch.allclose(near(points.cuda()).cpu(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"reference_points": 0}, {"reference_points": 40}])
@@ -72,7 +71,7 @@ def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:
 def test_kernels_equal_plain_torch(
     rng: Rng, classes: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = calibrated(rng, classes, **options).cuda()
+    head = accepting(rng, classes, **options)
     plain = copy.deepcopy(head)
     assert plain.evidence is not None
     for part in (plain.evidence.reference_points, plain.evidence.white_reference_points):
@@ -98,7 +97,7 @@ def test_kernels_equal_plain_torch(
 
 @pytest.mark.parametrize("classes", [3, 40])
 def test_every_batch_has_the_same_answer(rng: Rng, classes: int) -> None:
-    head = calibrated(rng, classes).cuda()
+    head = accepting(rng, classes)
     z, logits = batch(rng, 40_000, classes)
     whole = head(z, logits=logits)
     for size in (1, 5, 16, 33, 64, 129, 1000, 17_000):
@@ -110,7 +109,7 @@ def test_every_batch_has_the_same_answer(rng: Rng, classes: int) -> None:
 
 
 def test_large_batches_go_in_pieces(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = calibrated(rng).cuda()
+    head = accepting(rng)
     z, logits = batch(rng, 3000)
     whole = head(z, logits=logits)
     monkeypatch.setattr("sepc_torch.head.trust_head.GPU_ROWS", 1000)
@@ -120,7 +119,7 @@ def test_large_batches_go_in_pieces(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_graphs(rng: Rng) -> None:
-    head = calibrated(rng).cuda()
+    head = accepting(rng)
     z, logits = batch(rng, 64)
     for given in (logits, None):
         graph = head.graphed(64, logits=given is not None)
@@ -135,7 +134,7 @@ def test_graphs(rng: Rng) -> None:
 
 
 def test_memory_does_not_grow_with_the_batch(rng: Rng) -> None:
-    head = calibrated(rng).cuda()
+    head = accepting(rng)
     added = []
     for rows in (2**18, 2**19):
         z, logits = batch(rng, 2**18)
