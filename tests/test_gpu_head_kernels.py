@@ -67,7 +67,7 @@ def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"reference_points": 0}, {"reference_points": 40}])
-@pytest.mark.parametrize("classes", [2, 3, 40])
+@pytest.mark.parametrize("classes", [2, 3, 12])
 def test_kernels_equal_plain_torch(
     rng: Rng, classes: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_kernels_equal_plain_torch(
         assert torch.allclose(*scores, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("classes", [3, 40])
+@pytest.mark.parametrize("classes", [3, 12])
 def test_every_batch_has_the_same_answer(rng: Rng, classes: int) -> None:
     head = accepting(rng, classes)
     z, logits = batch(rng, 40_000, classes)
