@@ -56,6 +56,12 @@ def blobs(n: int, seed: int = 0) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+def drifted(n: int) -> TensorDataset:
+    """Samples of one class only, far from those of ``blobs``."""
+    x, y = blobs(CLASSES * n, 4).tensors
+    return TensorDataset(x[y == 0] + 3.0, y[y == 0])
+
+
 def loader(data: Any, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, **{"batch_size": 16, "shuffle": shuffle, **options})
 

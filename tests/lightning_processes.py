@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_parts import Net, blobs, loader, quiet_trainer
+from lightning_parts import Net, blobs, drifted, loader, quiet_trainer
 
 from sepc_torch import LabelPool, PoolDataModule, TrustMonitor
 from sepc_torch.training.trust_table import TrustTable
@@ -61,7 +61,11 @@ def run_ddp(folder: Path) -> None:
     """Stages, pools of several sizes, and errors on two processes; each process writes its results to a file."""
     options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "folder": folder}
     watch = TrustMonitor("backbone", max_cost=None, fit=FIT, dirpath=folder / "flags")
-    found: dict[str, Any] = {"stages": judge_all(quiet_trainer(watch, **options), watch, folder / "one.ckpt")}
+    trainer = quiet_trainer(watch, **options)
+    found: dict[str, Any] = {"stages": judge_all(trainer, watch, folder / "one.ckpt")}
+    trainer.predict(Net(), loader(drifted(301)), ckpt_path=folder / "one.ckpt", return_predictions=False)
+    assert watch.drift is not None
+    found["drift"] = {"seen": watch.drift.seen, "alarm": watch.drift.alarm, "p_value": watch.drift.p_value}
     for left in (40, 3, 1, 0):
         watch = TrustMonitor("backbone", max_cost=None, fit=FIT)
         found[f"pool {left}"] = fit_pool(quiet_trainer(watch, max_epochs=1, **options), watch, left)

@@ -50,14 +50,20 @@ MAY_IMPORT = {
     "demo": [*_LIBRARY, "report", "plot", "cli_tables"],
     "cli": [*_LIBRARY, "report", "plot", "cli_tables", "demo"],
 }
-# The only imports that point downward: a method of a class calls an entry point for its user, and imports it inside the
-# method. The class works without the entry point, and importing its module does not import the entry point.
+# The only imports that point downward: a method or a function calls an entry point for its user, and imports it inside.
+# Everything else works without the entry point, and importing the module does not import the entry point.
 DELEGATES = {
     "sepc_torch.head.trust_head": {
         "sepc_torch.report.write_report",
         "sepc_torch.serving.export.write_onnx",
         "sepc_torch.serving.export.write_pt2",
-    }
+    },
+    "sepc_torch.training.lightning.pages": {
+        "sepc_torch.report.write_report",
+        "sepc_torch.plot.draw_embedding",
+        "sepc_torch.plot.draw_reliability",
+        "sepc_torch.plot.draw_risk_coverage",
+    },
 }
 # The frozen model needs the records of a partition, not the algorithm that makes one.
 RECORDS_ONLY = {"model": {"sepc_torch.partitioning.record", "sepc_torch.partitioning.cells"}}

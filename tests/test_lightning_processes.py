@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning_parts import Net, blobs, loader, quiet_trainer
+from lightning_parts import Net, blobs, drifted, loader, quiet_trainer
 from lightning_processes import FIT, judge_all
 
-from sepc_torch import TrustMonitor
+from sepc_torch import DriftMonitor, TrustHead, TrustMonitor
 from sepc_torch.training.subsets import calibration_half
 
 HERE = Path(__file__).parent
@@ -70,6 +71,17 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
         assert len(found["ids"]) == min(2, left)
         assert found["rows"] == 31, "counts are exact"
         assert found["n"] == MEASURED
+    # Each process watches every other sample, and the states are merged.
+    assert isinstance(watch.head, TrustHead)
+    workers = [DriftMonitor(watch.head, seed=rank) for rank in (0, 1)]
+    with torch.no_grad():
+        z = model.eval().backbone(drifted(301).tensors[0])
+        for rank, worker in enumerate(workers):
+            worker.update(z[rank::2], model.classifier(z[rank::2]))
+    merged = workers[0].merge(workers[1]).report()
+    assert merged.alarm
+    assert (first["drift"]["seen"], first["drift"]["alarm"]) == (301, True)
+    assert math.log(first["drift"]["p_value"]) == pytest.approx(math.log(merged.p_value), rel=0.05)
     assert "OSError: disk full" in first["on_flag"]
     assert first["refit failures"] == 1, "a failure of the main process is known to all"
     assert {path.name.partition("-")[0] for path in (tmp_path / "flags").glob("*.csv")} == {"val", "test", "predict"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sepc_torch import TrustHead, TrustMonitor
 from sepc_torch.training.cost import CostMeter
 from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
 from sepc_torch.training.lightning.hooks import ActivePass
+from sepc_torch.training.lightning.refitting import FitSample
 from sepc_torch.training.subsets import calibration_half, hash_ids, sample_per_class
 
 Rng = np.random.Generator
@@ -187,32 +189,69 @@ class TestRefit:
         half = int(calibration_half(torch.arange(61)).sum())
         assert sum(passed) == 150 + half + 90 + half, "the first pass finds the sample, later ones read only the sample"
 
-    def test_expensive_refits_are_skipped(self, tmp_path: Path) -> None:
-        """The clock gives an epoch 10 seconds and a refit 4: at 15 % the next one is due after 27 seconds."""
-        seconds = [0.0]
+    @pytest.mark.parametrize(
+        ("monitored", "assessed"),
+        [
+            # The first refit and assessment take 2 seconds, the last ones will take 5: 15 % of 60 seconds pay for one
+            # more assessment, of 70 seconds for two, and so on.
+            (None, 4),
+            pytest.param("trust/val_aurc", 8, marks=pytest.mark.slow),
+        ],
+    )
+    def test_the_cost_is_bounded(
+        self,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        monitored: str | None,
+        assessed: int,
+    ) -> None:
+        """The clock gives an epoch 10 seconds, a refit 1 second for 30 samples, and an assessment 1."""
+        seconds, found, sizes = [0.0], [], []
 
         def fit(z: Tensor, y: Tensor) -> TrustHead:
-            seconds[0] += 4.0
+            seconds[0] += len(z) / 30
+            sizes.append(len(z))
             return TrustHead.fit(z, y, progress=False, **FIT)
 
+        def judged(*_: Any) -> None:
+            seconds[0] += 1.0
+
         class Epoch(L.Callback):
+            monitor = monitored
+
             def on_train_epoch_start(self, *_: Any) -> None:
                 seconds[0] += 10.0
 
-        watch = monitor(fit=fit, max_cost=0.15)
-        watch.cost = CostMeter(lambda: seconds[0])
-        run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=4)
-        refits = []
-
-        class Count(L.Callback):
             def on_validation_end(self, trainer: Any, *_: Any) -> None:
-                refits.append(watch.n_refits)
+                assert math.isfinite(trainer.callback_metrics.get("trust/val_aurc", 0.0)), "the last value stays"
+                if not trainer.sanity_checking:
+                    found.append(watch.n_refits)
 
-        run.callbacks.append(Count())  # type: ignore[attr-defined]
-        run.fit(Net(), loader(blobs(96)), loader(blobs(61, 1)))
-        assert refits == [0, 1, 1, 2, 3], "no refit in the sanity check; one in the epochs 0 and 2 and in the last one"
-        assert run.callback_metrics["trust/cost"] == pytest.approx(12 / 40)
+        watch = monitor(fit=fit, max_cost=0.15, on_flag=judged, max_per_class=40)
+        watch._schedule.cost = CostMeter(lambda: seconds[0])
+        run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=8)
+        with caplog.at_level("INFO", "sepc_torch"):
+            run.fit(Net(), loader(blobs(120)), loader(blobs(61, 1)))
+        assert found == [1] * 7 + [2]
+        assert sizes == [30, 120], "the first fit uses a quarter of the samples"
+        spent = 1 + 4 + assessed
+        assert watch.cost.share() == pytest.approx(spent / 80)
+        assert monitored or watch.cost.share() <= 0.15
         assert not watch._head_state.is_stale(run.lightning_module)
+        (said,) = (record.getMessage() for record in caplog.records if "took" in record.getMessage())
+        assert f"took {spent:.2f} s, {spent / 80:.0%} of the training's time (limit 15%" in said
+        assert f"Refits: 2. Assessed validations: {assessed} of 8." in said
+
+    def test_the_first_pass_reads_pieces(self) -> None:
+        """Pieces are disjoint, the first holds 5000 samples, all hold at most 50 000; the kept sample is one piece."""
+        sample, data = FitSample(), range(120_000)
+        pieces = sample.pieces(data, 100)
+        assert [len(piece) for piece in pieces] == [5000, 5000, 10_000, 30_000]
+        assert len(torch.cat(pieces).unique()) == 50_000
+        assert [len(piece) for piece in sample.pieces(range(7000), 100)] == [5000, 2000]
+        assert [len(piece) for piece in sample.pieces(range(7000), None)] == [7000]
+        sample.keep(data, torch.arange(3))
+        assert sample.pieces(data, 100)[0].tolist() == [0, 1, 2]
 
     def test_the_subset_does_not_depend_on_the_number_of_processes(self, rng: Rng) -> None:
         ids, labels = torch.from_numpy(rng.permutation(500)), torch.from_numpy(rng.integers(0, 4, 500))

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.shapes import Array, Float, Int
 
 __all__ = ["binomial_tail", "least_points", "least_risk", "points_needed", "search_level", "upper_bound"]
 
+# What an error message calls the functions here.
+_WHAT = "A promised risk (accept_at(risk=...), stop_at)"
 # Steps of the search for the least risk and for the number of points: a tenth, since both are estimates.
 _STEP = 1.1
 # Largest factor on the number of points that is worth naming.
@@ -63,8 +66,7 @@ def binomial_tail(errors: Int[Array, "n"], points: Int[Array, "n"], risk: float)
     >>> binomial_tail(np.array([0, 1]), np.array([2, 2]), risk=0.1).round(9)
     array([0.81, 0.99])
     """
-    from scipy.special import betainc  # imported here: a frozen model runs without SciPy
-
+    betainc = scipy_part("special", _WHAT).betainc
     right = points - errors
     return np.where(right > 0, betainc(np.maximum(right, 1), errors + 1, 1.0 - risk), 1.0)
 
@@ -75,8 +77,7 @@ def upper_bound(errors: int, points: int, level: float) -> float:
     >>> round(upper_bound(0, 29, 0.05), 4)  # the rule of three: about 3 / 29
     0.0981
     """
-    from scipy.special import betaincinv
-
+    betaincinv = scipy_part("special", _WHAT).betaincinv
     return 1.0 if errors == points else float(betaincinv(errors + 1, points - errors, 1.0 - level))
 
 
@@ -101,8 +102,7 @@ def least_risk(errors: Int[Array, "n"], accepted: Int[Array, "n"], delta: float)
     >>> round(least_risk(np.zeros(50, dtype=int), np.arange(1, 51), delta=0.05), 3)  # about 3 / 50
     0.058
     """
-    from scipy.special import betaincinv
-
+    betaincinv = scipy_part("special", _WHAT).betaincinv
     right = accepted - errors
     # At the level delta, which the search level never exceeds, no threshold has a smaller Clopper-Pearson bound.
     bounds = np.where(right > 0, betaincinv(errors + 1, np.maximum(right, 1), 1.0 - delta), 1.0)
@@ -154,8 +154,7 @@ def _fewest_points(points: int, risk: float, level: float) -> Int[Array, "E"]:
 
     The array ends at the last e for which the given number of points is enough.
     """
-    from scipy.stats import binom
-
+    binom = scipy_part("stats", _WHAT).binom
     # The tail increases with the errors, so the e that qualify with all points end at the quantile of the level.
     errors = np.arange(int(binom.ppf(level, points, risk)) + 1)
     errors = errors[binomial_tail(errors, np.full(len(errors), points), risk) <= level]
@@ -172,8 +171,7 @@ def _chance_to_qualify(corners: Int[Array, "E"], risk: float) -> float:
 
     Goes from corner to corner with the distribution of the error count over the paths that have not qualified yet.
     """
-    from scipy.stats import binom
-
+    binom = scipy_part("stats", _WHAT).binom
     step_chances: dict[int, Any] = {}
     qualified, errors_from, points = 0.0, 0, 0
     chance = np.ones(1)  # chance[i]: probability of errors_from + i errors

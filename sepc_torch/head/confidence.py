@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.shapes import Array, Bool, Float
 
 # Weights of the evidence before any calibration. They also are the mean of the Gaussian prior of a fit. With asinh of
@@ -124,8 +125,7 @@ def fit_logistic(
 
 def _least_quadratic(curvature: Float[Array, "E E"], slope: Float[Array, "E"]) -> Float[Array, "E"]:
     r"""Minimise :math:`\tfrac12 u^\top H u - c^\top u` with all entries of u but the last non-negative."""
-    from scipy.optimize import nnls  # imported here: a frozen head runs without SciPy
-
+    nnls = scipy_part("optimize", "Calibration (calibrate)").nnls
     corner = curvature[-1, -1]
     # Eliminate the last entry, then solve a least-squares problem with the same minimiser.
     factor = np.linalg.cholesky(curvature[:-1, :-1] - np.outer(curvature[:-1, -1], curvature[-1, :-1]) / corner)

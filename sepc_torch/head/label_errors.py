@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import count, label_array, numeric_points, rows_per_chunk
+from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.densities import fit_densities
 from sepc_torch.head.projection import fit_projection
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+# What an error message calls this module.
+_WHAT = "The search for wrong labels (suspicious_labels)"
 # Number of nearest rows that vote: enough to outvote a wrong label, few enough to be near.
 _NEIGHBOURS = 10
 # Largest number of directions of the densities, as in a trust head.
@@ -157,8 +160,7 @@ class _Pooled(NamedTuple):
 def _record(
     pooled: _Pooled, codes: Int[Array, "N"], classes: Array, names: Array, fdr: float | None
 ) -> SuspiciousLabels:
-    from scipy.stats import false_discovery_control
-
+    false_discovery_control = scipy_part("stats", _WHAT).false_discovery_control
     own = pooled.right[np.arange(len(codes)), codes]
     p_value = np.where(pooled.right <= own[:, None], pooled.right, 0.0).sum(axis=1).clip(0.0, 1.0)
     adjusted = false_discovery_control(p_value, method="bh")
@@ -259,8 +261,7 @@ def _asinh_odds(score: Float[Array, "N C"]) -> Float[Array, "N C"]:
 
 def _pool(sources: dict[str, Float[Array, "N C"]], codes: Int[Array, "N"]) -> _Pooled:
     """Fit the weights and the share of wrong labels by maximum likelihood."""
-    from scipy.optimize import minimize
-
+    minimize = scipy_part("optimize", _WHAT).minimize
     evidence = np.stack(list(sources.values()))
     rows, classes = np.arange(len(codes)), evidence.shape[2]
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.head.conformal import check_share
 from sepc_torch.shapes import Bool, Float
 
@@ -60,14 +61,13 @@ def find_novelties(p_value: Float[Tensor, "B"], ranked: int, fdr: float) -> Nove
     >>> found.novel.tolist(), found.threshold, found.adjusted.tolist(), found.least
     ([True, False, True, False], 0.02, [0.04, 0.6666666666666666, 0.04, 0.9], 1)
     """
-    from scipy.stats import false_discovery_control  # imported here: a frozen head runs without SciPy
-
+    control = scipy_part("stats", "The false discovery rate (novelties)").false_discovery_control
     fdr = check_share(fdr, "fdr")
     # A p-value is a multiple of 1 / (M + 1), which float32 rounds.
     exact = (p_value.detach().cpu().double() * (ranked + 1)).round() / (ranked + 1)
     if not len(exact):
         return Novelties(torch.zeros(0, dtype=torch.bool), exact, exact, 0.0, 0)
-    adjusted = torch.from_numpy(false_discovery_control(exact.numpy(), method="bh"))
+    adjusted = torch.from_numpy(control(exact.numpy(), method="bh"))
     novel = adjusted <= fdr * (1.0 + _ROUNDING)
     threshold = float(exact[novel].max()) if bool(novel.any()) else 0.0
     least = math.ceil(len(exact) / (fdr * (ranked + 1)) * (1.0 - _ROUNDING))

@@ -180,6 +180,7 @@ class Record(NamedTuple):
     """All numbers of a report, in the order of the page."""
 
     title: str
+    earlier: list[tuple[str, str]]
     written: str
     verdict: list[str]
     promised_risk: float | None

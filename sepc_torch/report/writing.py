@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +29,9 @@ from sepc_torch.report.sentences import number, percent, verdict
 class DriftSummary(Protocol):
     """What a report needs to know about drift: a sentence for the verdict, and numbers for the JSON file."""
 
-    sentence: str
+    @property
+    def sentence(self) -> str:
+        """The sentence."""
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers of the summary."""
@@ -49,6 +52,7 @@ def write_report(
     groups: Any = None,
     drift: DriftSummary | None = None,
     title: str = "Trust report",
+    earlier: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write a trust report: one self-contained HTML file, and its numbers as JSON beside it.
 
@@ -68,6 +72,7 @@ def write_report(
         groups: (N,) groups of the rows, if :meth:`TrustHead.accept_at` was given groups.
         drift: A summary of drift with a ``sentence`` and ``to_dict()``, or None.
         title: The title of the page.
+        earlier: Titles and addresses, relative to this page, of earlier reports to link to.
 
     Returns:
         The path of the HTML file.
@@ -81,7 +86,7 @@ def write_report(
     rows = judged_rows(head, z, y, logits, class_names, unknown, groups)
     for name, values in (("images", images), ("texts", texts), ("ids", ids)):
         check_length(values, name, len(rows))
-    record = summarise(head, rows, z, logits, groups=groups, ids=ids, drift=drift, title=title)
+    record = summarise(head, rows, z, logits, groups=groups, ids=ids, drift=drift, title=title, earlier=earlier)
     numbers = to_json(record)
     page = render(record, numbers, Media(images, texts))
     with replacing(target) as temporary:
@@ -101,6 +106,7 @@ def summarise(
     ids: Any = None,
     drift: DriftSummary | None = None,
     title: str = "Trust report",
+    earlier: Sequence[tuple[str, str]] = (),
 ) -> Record:
     """Compute all numbers of a report from assessed rows, their embeddings, logits and groups."""
     found = totals(rows)
@@ -111,6 +117,7 @@ def summarise(
     named = {*drawn.row, *chosen, *(row for card in cards for row in card.examples)}
     return Record(
         title=title,
+        earlier=list(earlier),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         verdict=verdict(found, head.promise, None if drift is None else drift.sentence),
         promised_risk=None if head.promise is None else head.promise.risk,

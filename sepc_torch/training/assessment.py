@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import Reason, refusal_reason
 from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
 from sepc_torch.metrics.selective import aurc, risk_at_coverage
@@ -24,6 +25,7 @@ from sepc_torch.training.flagging import Head, Judged, class_values, coordinates
 from sepc_torch.training.trust_table import REASONS
 
 Rows = dict[str, Tensor]
+Seen = Callable[[HeadPrediction, bool], None]
 
 # Columns that only a calibrated head gives.
 CALIBRATED = ("joint", "confidence", "p_value", "reason")
@@ -95,13 +97,20 @@ def calibrated_copy(
         return None
     codes = (labels[usable, None] == values).to(torch.uint8).argmax(dim=1)
     names = np.array(head.classes, dtype=object)[codes.numpy()]
-    found = copy.deepcopy(head).calibrate(z[usable], names, None if logits is None else logits[usable])
+    found = _shared_copy(head).calibrate(z[usable], names, None if logits is None else logits[usable])
     assert found.calibration is not None
     labels_of = found.calibration.own if logits is None else found.calibration.network
     if risk is not None:
         found.accept_at(risk=risk)
     else:
         found.accept_at(flag_rate=labels_of.least_flag_rate(flag_rate))
+    return found
+
+
+def _shared_copy(head: TrustHead) -> TrustHead:
+    """A head to calibrate that shares every other part with the given one: calibration replaces its part."""
+    found = copy.copy(head)
+    found._modules, found._buffers = dict(head._modules), dict(head._buffers)
     return found
 
 
@@ -117,11 +126,12 @@ def _flagging(head: TrustHead) -> Iterator[None]:
 
 
 @torch.no_grad()
-def assess(head: Head, z: Float[Tensor, "B D"], logits: Float[Tensor, "B L"] | None) -> Rows:
+def assess(head: Head, z: Float[Tensor, "B D"], logits: Float[Tensor, "B L"] | None, seen: Seen | None = None) -> Rows:
     """Columns of a batch, on the CPU: the fields of ``Judged`` and, of a calibrated head, those of ``CALIBRATED``.
 
     ``joint``, ``confidence``, ``p_value`` and ``reason`` assess the network's label; without logits the head's own.
-    A network label that the head does not know has joint score 0.
+    A network label that the head does not know has joint score 0. ``seen`` is called with the head's predictions and
+    whether there are logits, so that a drift monitor need not run the head again.
     """
     network = None if logits is None else logits.argmax(dim=1)
     if not is_calibrated(head, logits is not None):
@@ -130,6 +140,8 @@ def assess(head: Head, z: Float[Tensor, "B D"], logits: Float[Tensor, "B L"] | N
     values = class_values(head).to(z.device)
     with _flagging(head):
         out = head(z, logits=None if logits is None else logits[:, values])
+    if seen is not None:
+        seen(out, logits is not None)
     reason = refusal_reason(out) - 1  # -1 for accepted labels, otherwise an index into REASONS
     own = torch.where(out.label >= 0, values[out.label.clamp_min(0)], -1)
     given = own if network is None else network

@@ -1,4 +1,4 @@
-"""Cost of a monitor beside the training that it watches, and whether it can afford another refit."""
+"""Cost of a monitor beside the training that it watches, and what it can still afford."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ class CostMeter:
     >>> meter.start()
     >>> with meter.paying():
     ...     pass
-    >>> round(meter.share(), 3)  # 3 of 17 seconds
-    0.176
+    >>> meter.stop()
+    >>> meter.spent, round(meter.share(), 3)  # 3 of 17 seconds
+    (3.0, 0.176)
+    >>> meter.affords(0.5, 5.0), meter.affords(0.5, 6.0)
+    (True, False)
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._began, self._spent, self._depth, self._since = 0.0, 0.0, 0, 0.0
+        self._ended: float | None = 0.0
 
     def start(self) -> None:
         """Begin a new training run."""
-        self._began, self._spent, self._depth = self.clock(), 0.0, 0
+        self._began, self._spent, self._depth, self._ended = self.clock(), 0.0, 0, None
+
+    def stop(self) -> None:
+        """End the training run: the numbers stay as they are until the next one."""
+        self._ended = self.clock()
 
     @contextmanager
     def paying(self) -> Iterator[None]:
@@ -43,13 +51,25 @@ class CostMeter:
             if self._depth == 0:
                 self._spent += self.clock() - self._since
 
+    @property
+    def spent(self) -> float:
+        """Seconds of the monitor."""
+        return self._seconds()[0]
+
     def share(self) -> float:
         """Time of the monitor divided by the time of the training without it; 0 before any training."""
-        now = self.clock()
-        spent = self._spent + (now - self._since if self._depth else 0.0)
-        training = now - self._began - spent
+        spent, training = self._seconds()
         return spent / training if training > 0.0 else 0.0
 
-    def affords(self, limit: float | None) -> bool:
-        """Whether the cost so far is at most a limit; None for no limit."""
-        return limit is None or self.share() <= limit
+    def affords(self, limit: float | None, further: float = 0.0) -> bool:
+        """Whether the cost so far and further seconds are at most a share of the training; None for no limit."""
+        if limit is None:
+            return True
+        spent, training = self._seconds()
+        return spent + further <= limit * training
+
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of the monitor and of the training so far."""
+        now = self.clock() if self._ended is None else self._ended
+        spent = self._spent + (now - self._since if self._depth else 0.0)
+        return spent, now - self._began - spent

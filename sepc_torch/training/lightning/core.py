@@ -1,12 +1,11 @@
-"""Base class ``MonitorCore`` of ``TrustMonitor``: refits, calibration, stage records and tables, no hooks.
+"""Base class ``MonitorCore`` of ``TrustMonitor``: refits, calibration, the pool, and results that are published.
 
-``monitor`` adds the hooks that call these methods.
+``stages`` adds the methods that record a stage, ``monitor`` the hooks that call them.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from sepc_torch.head.drift import DriftReport
 from sepc_torch.head.trust_head import TrustHead
-from sepc_torch.model.sepc import SEPC
 from sepc_torch.partitioning.landscape import SmallDisjunct
 from sepc_torch.training import LabelPool
 from sepc_torch.training.assessment import (
@@ -25,7 +24,6 @@ from sepc_torch.training.assessment import (
     class_count,
     is_calibrated,
     logged_names,
-    no_numbers,
     pool_numbers,
 )
 from sepc_torch.training.cost import CostMeter
@@ -34,9 +32,11 @@ from sepc_torch.training.lightning import settings
 from sepc_torch.training.lightning.batches import on_rank_zero
 from sepc_torch.training.lightning.head_state import HeadState
 from sepc_torch.training.lightning.hooks import Capture, Captures, LogitsFinder, Source
-from sepc_torch.training.lightning.pooling import PoolScores, find_label_pool, find_pool, has_pool
+from sepc_torch.training.lightning.pages import file_stem, log_figures, write_page
+from sepc_torch.training.lightning.pooling import PoolScores, find_label_pool, find_pool
 from sepc_torch.training.lightning.refitting import FitSample, calibration_rows, fit_rows, fit_samples, is_augmented
-from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
+from sepc_torch.training.lightning.schedule import Schedule, is_last
+from sepc_torch.training.lightning.settings import Functions
 from sepc_torch.training.lightning.stage_results import (
     StageRecords,
     StageResult,
@@ -44,12 +44,14 @@ from sepc_torch.training.lightning.stage_results import (
     checked_logits,
     stage_result,
 )
+from sepc_torch.training.subsets import sample_per_class
 from sepc_torch.training.trust_table import TrustTable
 
-# Names of the stages in logs, attributes and files.
-_SHORT = {"validate": "val", "test": "test", "predict": "predict"}
 # Largest number of samples of a pool to score after a refit; a larger pool gives a different subset after each refit.
 _MOST_POOL = 50_000
+# Share of ``max_per_class`` that the first of several fits uses, one over this number: a fit to 25 instead of 100
+# samples of each of 10 classes takes a quarter of the time.
+_FIRST_PART = 4
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +62,8 @@ class MonitorCore:
     Attributes:
         flagged, scores: Tables by stage.
         disjuncts: Regions with more confirmed mistakes than tolerated, at the last refit.
+        drift: Report on the samples of the last prediction; None before, and if the head is not calibrated.
         max_pool: Score at most this number of samples of the pool; None for all.
-        cost: Time that the monitor takes.
     """
 
     log_dict: Any  # set by the Trainer
@@ -85,6 +87,7 @@ class MonitorCore:
         labels: Callable[[Any], Any] | None = None,
         ids: Callable[[Any], Any] | str | None = None,
         dirpath: str | os.PathLike[str] | None = None,
+        report: bool = False,
         on_flag: Callable[[Any, str, TrustTable], None] | None = None,
         prefix: str = "trust",
         **old: Any,
@@ -104,16 +107,18 @@ class MonitorCore:
         self.flag_rate = settings.check_rate("flag_rate", flag_rate)
         self.risk = None if risk is None else settings.check_rate("risk", risk)
         self.criteria = settings.criteria(self.flag_rate, **renamed)
-        self.refit_every_n_epochs = settings.check_count("refit_every_n_epochs", refit_every_n_epochs, 0)
+        self._schedule = Schedule(
+            settings.check_count("refit_every_n_epochs", refit_every_n_epochs, 0), settings.check_cost(max_cost)
+        )
         self.max_per_class = settings.check_optional_count("max_per_class", max_per_class, 1)
-        self.max_cost = settings.check_cost(max_cost)
         self.max_pool: int | None = _MOST_POOL
         self.dirpath: Path | None = settings.check_folder(dirpath)
+        self.report = settings.check_report(report)
+        self.drift: DriftReport | None = None
         self.fit_data, self.calibrate, self.pool = fit_data, calibrate, pool
         self.prefix = settings.check_prefix(prefix)
         self.flagged, self.scores = StageTables(), StageTables()
         self.disjuncts: tuple[SmallDisjunct, ...] = ()
-        self.cost = CostMeter()
         self._functions = Functions(inputs, labels, ids, fit, on_flag)
         self._captures: Captures = {"emb": Capture(embed, "embed", prefix)}
         if logits is None:
@@ -123,10 +128,14 @@ class MonitorCore:
         self._head_state = HeadState(head)
         self._fit_sample = FitSample()
         self._pool_scores = PoolScores()
-        self._records = StageRecords(self._captures, self._functions)
+        self._records = StageRecords(self._captures, self._functions, keep=self.report)
         self._pending, self._pool_numbers = dict[str, float](), dict[str, float]()
         self._augmentation_checked, self._said = False, set[str]()
-        self._tried_step, self._skipped_step = -1, -1
+
+    @property
+    def cost(self) -> CostMeter:
+        """Time that the monitor takes."""
+        return self._schedule.cost
 
     @property
     def head(self) -> Head | None:
@@ -171,11 +180,10 @@ class MonitorCore:
     def _maybe_refit(self, trainer: Any, module: Any, *, first: bool = False) -> None:
         """Refit if the schedule says so or too many new labels contradict the head; at most once per global step.
 
-        ``first`` ignores the schedule, because there is no head to validate with; 0 still disables refits. A scheduled
-        refit is skipped while the monitor has cost more than ``max_cost``, unless there is a pool to score.
+        ``first`` ignores the schedule, because there is no head to validate with; 0 still disables refits.
         """
-        every, epoch, step = self.refit_every_n_epochs, int(trainer.current_epoch), int(trainer.global_step)
-        if not every or step in (self._tried_step, self._skipped_step):
+        plan, epoch, step = self._schedule, int(trainer.current_epoch), int(trainer.global_step)
+        if not plan.every or step in (plan.tried_step, plan.skipped_step):
             return
         pool = find_label_pool(trainer, module, self.pool)
         self.disjuncts = () if pool is None else self._pool_scores.disjuncts(pool)
@@ -187,24 +195,32 @@ class MonitorCore:
                 "refitted.",
                 stacklevel=2,
             )
-        if first or epoch + 1 == trainer.max_epochs or self.disjuncts:
+        if first or is_last(trainer) or self.disjuncts:
             self._refit(trainer, module)
-        elif (epoch + 1) % every == 0:
-            # The clocks of the processes differ, so one of them decides.
-            affordable = trainer.strategy.broadcast(self.cost.affords(self.max_cost))
-            if affordable or has_pool(trainer, module, self.pool):
+        elif (epoch + 1) % plan.every == 0:
+            if plan.affords_refit(trainer):
                 self._refit(trainer, module)
             else:
-                self._skipped_step = step
+                plan.skipped_step = step
 
     def _refit(self, trainer: Any, module: Any) -> None:
         """Refit the head to the current weights, calibrate it, score the pool, and write the head to ``dirpath``."""
-        self._tried_step = int(trainer.global_step)
+        # The head of a network that has just begun to learn is soon replaced.
+        quick = self._schedule.bounded and self.head is None and not is_last(trainer)
+        part = _FIRST_PART if quick and self.max_per_class is not None else 1
+        with self._schedule.refitting(int(trainer.global_step), part):
+            self._refit_now(trainer, module, part)
+        self._pending |= self._refit_numbers()
+
+    def _refit_now(self, trainer: Any, module: Any, part: int) -> None:
         self._attach(module)
         samples = fit_samples(trainer, self.fit_data, find_label_pool(trainer, module, self.pool))
         self._check_augmentation(trainer, module, samples.dataset)
         functions = self._functions
         rows = fit_rows(trainer, module, samples, self._captures, functions, self.max_per_class, self._fit_sample)
+        if part > 1 and self.max_per_class is not None:
+            few = sample_per_class(rows["id"], rows["target"], max(self.max_per_class // part, 1))
+            rows = {name: column[few] for name, column in rows.items()}
         fitted = self._head_state.refit(trainer, module, rows, functions.fit)
         if fitted:
             self._calibrate(trainer, module)
@@ -212,7 +228,6 @@ class MonitorCore:
             if self.dirpath is not None and not trainer.fast_dev_run:
                 folder = self.dirpath
                 on_rank_zero(trainer, f"writing to {folder}", lambda: self._head_state.write(folder))
-        self._pending |= self._refit_numbers()
 
     def _calibrate(self, trainer: Any, module: Any) -> None:
         """Calibrate the head with the current weights, on ``calibrate=`` or half of the validation samples."""
@@ -305,69 +320,14 @@ class MonitorCore:
         self._pool_numbers = pool_numbers(found.numbers)
         self._pending |= self._pool_numbers
 
-    def _begin(self, trainer: Any, module: Any, stage: str, loaders: Any) -> None:
-        """Begin to record a stage; outside of training, check that there is a head and that it fits the weights."""
-        self._attach(module)
-        self._records.begin(loaders)
-        if trainer.state.fn == "fit":
-            return
-        if self.head is None and self.dirpath is not None:
-            self._head_state.read(self.dirpath)
-        if self.head is None:
-            raise MisconfigurationException(
-                f"There is no head to {stage} with. Fit with this monitor first, load a checkpoint of a fit "
-                f"(ckpt_path=...) by a monitor of the same prefix (this one has prefix={self.prefix!r}), or pass "
-                "TrustMonitor(head=...). If the fit spawns processes, pass dirpath=: they return the head through a "
-                "file in this folder."
-            )
-        if self._head_state.is_stale(module) and trainer.is_global_zero:
-            warnings.warn(
-                "The head was fitted to different weights than the module's current ones, so trust may be stale. Load "
-                "the head and the weights from one checkpoint (ckpt_path=...).",
-                stacklevel=2,
-            )
-
-    def _judge(self, trainer: Any, module: Any, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
-        """Evaluate the head on a batch and record its rows."""
-        if self.head is None or trainer.sanity_checking:
-            self._records.clear()
-            return
-        self._expect_classes()
-        with trainer.precision_plugin.forward_context():  # for embed= and logits= functions that run the module
-            self._records.add(self._head_state.on(module.device), module, batch, batch_idx, loader)
-
-    def _conclude(self, trainer: Any, module: Any, stage: str) -> dict[str, float]:
-        """Publish the results of a stage and return the numbers to log, always under the same names.
-
-        A callback that monitors a name fails if the name is missing, so undefined numbers are logged as NaN.
-        """
-        if trainer.sanity_checking:
-            return {}
-        numbers: dict[str, float] = {}
-        many = len(self._records.recorders)
-        names = [_SHORT[stage]] if many == 1 else [f"{_SHORT[stage]}_{number}" for number in range(many)]
-        if self.head is None:
-            missing = no_numbers("logits" in self._captures)
-            numbers |= {key: value for name in names for key, value in logged_names(name, missing).items()}
-        else:
-            halved = stage == "validate" and self.calibrate is None
-            for name, each in zip(names, self._records.finish(trainer, self.head, self.criteria, halved), strict=True):
-                numbers |= self._publish(trainer, name, each)
-        if trainer.state.fn == "fit":
-            age = int(trainer.global_step) - self.fit_step
-            numbers["head_age_steps"] = float(age) if self.fit_step >= 0 else math.nan
-            numbers |= self._refit_numbers()
-            if has_pool(trainer, module, self.pool):
-                numbers |= self._pool_numbers or pool_numbers(no_numbers("logits" in self._captures))
-        bank = () if self.head is None else (self.head if isinstance(self.head, SEPC) else self.head.sepc).bank
-        return numbers | {"head_ellipsoids": float(len(bank))}
-
     def _publish(self, trainer: Any, name: str, found: StageResult) -> dict[str, float]:
         """Store the tables, write them to files, call ``on_flag``, and return the numbers by their logged names."""
         flagged = found.table.where(found.table.columns["reason"] >= 0)
         self.scores[name], self.flagged[name] = found.table, flagged
         if self.dirpath is not None and not trainer.fast_dev_run:
             on_rank_zero(trainer, f"writing to {self.dirpath}", lambda: self._write(trainer, name, flagged))
+        if self.report and name != "pool" and not trainer.fast_dev_run:
+            on_rank_zero(trainer, "the report", lambda: self._show(trainer, name, found))
         on_flag = self._functions.on_flag
         if on_flag is not None:
             on_rank_zero(trainer, "on_flag", lambda: on_flag(trainer, name, flagged))
@@ -375,14 +335,28 @@ class MonitorCore:
 
     def _write(self, trainer: Any, name: str, flagged: TrustTable) -> None:
         """Write the table of flagged samples to ``dirpath``."""
-        # Outside of training Lightning's counters are 0, so all files would have one name.
-        fitting = trainer.state.fn == "fit"
-        epoch = int(trainer.current_epoch) if fitting else self.fit_epoch
-        step = int(trainer.global_step) if fitting else self.fit_step
-        when = f"-epoch={epoch}-step={step}" if epoch >= 0 else ""  # -1 for a head given by the user
         assert self.dirpath is not None
         self.dirpath.mkdir(parents=True, exist_ok=True)
-        flagged.to_csv(self.dirpath / f"{name}{when}.csv")
+        flagged.to_csv(self.dirpath / f"{file_stem(name, *self._when(trainer))}.csv")
+
+    def _show(self, trainer: Any, name: str, found: StageResult) -> None:
+        """Write the report of a stage to ``dirpath``, and give its figures to the loggers."""
+        head, drift = self.head, self.drift if name.startswith("predict") else None
+        if not isinstance(head, TrustHead) or not is_calibrated(head, "logits" in found.rows) or not found.ids:
+            return
+        epoch, step = self._when(trainer)
+        if self.dirpath is not None:
+            write_page(self.dirpath, name, epoch, step, head, found, drift)
+        log_figures(trainer.loggers, f"{self.prefix}/{name}", max(step, 0), head, found)
+
+    def _when(self, trainer: Any) -> tuple[int, int]:
+        """Epoch and step that a file belongs to; -1 for a head given by the user.
+
+        Outside of training Lightning's counters are 0, so all files would have one name.
+        """
+        if trainer.state.fn == "fit":
+            return int(trainer.current_epoch), int(trainer.global_step)
+        return self.fit_epoch, self.fit_step
 
     def _log(self, trainer: Any, numbers: Mapping[str, float]) -> None:
         """Log numbers through Lightning on every process, and clear the pending ones."""

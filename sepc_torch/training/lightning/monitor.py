@@ -8,10 +8,12 @@ from typing import Any
 
 from sepc_torch.data.arrays import count
 from sepc_torch.training import Candidates, choose
-from sepc_torch.training.assessment import is_calibrated, judged_of
-from sepc_torch.training.lightning.core import MonitorCore
+from sepc_torch.training.assessment import judged_of
+from sepc_torch.training.lightning.pages import figure_loggers
+from sepc_torch.training.lightning.pooling import has_pool
 from sepc_torch.training.lightning.settings import CallbackBase, MisconfigurationException
 from sepc_torch.training.lightning.stage_results import accepted_and_right, checked_logits
+from sepc_torch.training.lightning.stages import StageCore
 from sepc_torch.training.query import BETA, NOVEL_SHARE, Stop, stopping_rule
 from sepc_torch.training.selection import Method
 
@@ -19,7 +21,7 @@ from sepc_torch.training.selection import Method
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-class TrustMonitor(MonitorCore, CallbackBase):
+class TrustMonitor(StageCore, CallbackBase):
     r"""Callback that tells which of a network's labels to trust, in validation, test and prediction.
 
     ::
@@ -49,6 +51,10 @@ class TrustMonitor(MonitorCore, CallbackBase):
     - ``trust/val_acc``, ``trust/val_n``: accuracy and number of the measured samples;
     - ``trust/cost``: time of the monitor divided by that of the training.
 
+    A prediction gives the loggers ``trust/drift``, 1 if its samples have drifted from the calibration samples, and
+    ``trust/drift_p_value``; an alarm warns, and ``drift`` is the :class:`~sepc_torch.head.drift.DriftReport`. Each
+    prediction is a stream of its own; without drift it raises an alarm with probability at most 1 %.
+
     Numbers of the head itself begin with ``trust/head_``. A number is NaN if it is undefined: without true labels, or
     without a head because the first fit failed.
 
@@ -63,8 +69,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head.
         fit_data: Data set or loader to fit to, without augmentation. By default the labelled samples of the pool, else
             the training data set, read in order by a separate loader.
-        max_per_class: Fit to at most this number of samples per class; None for all. The first refit reads the whole
-            data set, or 50 000 samples of it, to find them.
+        max_per_class: Fit to at most this number of samples per class; None for all. The first refit reads 5000 to
+            50 000 samples of the data set to find them and, with a limit of the cost, uses a quarter of them.
         calibrate: Data set or loader to calibrate with, instead of half of the validation samples. Neither the network
             nor the head may be fitted on it.
         flag_rate: Share of samples like the calibration samples that may be flagged, on average.
@@ -72,9 +78,11 @@ class TrustMonitor(MonitorCore, CallbackBase):
             :meth:`TrustHead.accept_at`.
         refit_every_n_epochs: Refit after every n epochs, after the last epoch, and before a validation without a head.
             0 disables refits.
-        max_cost: Skip scheduled refits while the monitor has taken more than this share of the training's time; the
-            head is still calibrated again at every validation. None never skips. The first and the last refit, and
-            those of a run with a pool, are not skipped.
+        max_cost: Largest share of the training's time that the monitor may take; None for no limit. The first and the
+            last validation are always assessed (refit, calibration, judging). Those between are assessed, and refit,
+            if the time pays for it and for the last one; which they are depends on the clock. A validation
+            that is not assessed logs only ``trust/cost``. There is no limit for a run with a pool, and for assessments
+            whose numbers a callback or a learning-rate schedule monitors.
         pool: Unlabelled samples to score after each refit: a :class:`~sepc_torch.training.LabelPool`, a data set or a
             loader; by default ``pool_dataloader()`` of the data module or the module.
         inputs: From a batch to the argument of the module's ``forward``, for passes over data outside Lightning's
@@ -84,6 +92,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         ids: From a batch to the ids of its samples, or a key of the batch. By default the positions in the loader's
             data set.
         dirpath: Folder for one CSV file per stage and refit, and for the head.
+        report: Whether to write a report (:meth:`TrustHead.report`) of every assessed stage to ``dirpath``, which links
+            those of earlier epochs, and to give its figures to TensorBoard and CSV loggers.
         on_flag: Called on the main process with (trainer, stage, table of flagged samples).
         prefix: Prefix of the logged names; two monitors need different prefixes.
         **old: Deprecated arguments: ``flag_fraction`` is ``flag_rate``, ``max_fit_per_class`` is ``max_per_class``;
@@ -148,15 +158,19 @@ class TrustMonitor(MonitorCore, CallbackBase):
                 f"TrustMonitor runs the whole module in each process, but {strategy} shards its weights. Use "
                 "strategy='ddp', or apply the head to saved embeddings."
             )
+        if self.report and self.dirpath is None and not figure_loggers(trainer.loggers):
+            raise MisconfigurationException(
+                "report=True has nowhere to write to. Pass TrustMonitor(dirpath=...) for reports, or a TensorBoard or "
+                "CSV logger to the Trainer for figures."
+            )
         if self.dirpath is not None:
             self.dirpath = Path(trainer.strategy.broadcast(str(self.dirpath)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Register the forward hooks before the module first runs, and reset the state of an earlier run."""
-        self._tried_step, self._skipped_step = -1, -1  # the steps of an earlier run do not refer to these weights
         self._pool_numbers = {}
         self._attach(pl_module)
-        self.cost.start()
+        self._schedule.start(trainer, self.prefix, has_pool(trainer, pl_module, self.pool))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Discard captured values."""
@@ -170,13 +184,14 @@ class TrustMonitor(MonitorCore, CallbackBase):
         """Refit, unless a validation refitted to these weights already."""
         with self.cost.paying():
             self._maybe_refit(trainer, pl_module)
-        self._log(trainer, self._pending)
+            self._log(trainer, self._pending)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Refit to the last weights, also after an early stop."""
-        if self.refit_every_n_epochs and self._tried_step != int(trainer.global_step):
+        if self._schedule.every and self._schedule.tried_step != int(trainer.global_step):
             self._refit(trainer, pl_module)
             self._log_directly(trainer, self._pending)
+        self._schedule.stop(trainer, self.n_refits)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Score the pool if the run did not: a run resumed after its last epoch trains nothing."""
@@ -187,7 +202,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to record the stage."""
-        self._begin(trainer, pl_module, "validate", trainer.val_dataloaders)
+        with self.cost.paying():
+            self._begin(trainer, pl_module, "validate", trainer.val_dataloaders)
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to record the stage."""
@@ -204,14 +220,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         self._records.clear()
         if trainer.sanity_checking or batch_idx or dataloader_idx:
             return
-        fitting, first = trainer.state.fn == "fit", self.head is None
         with self.cost.paying():
-            if fitting and (first or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch):
-                self._maybe_refit(trainer, pl_module, first=first)
-            # The weights have changed since the last calibration; a head that the user wants to keep has its own.
-            changed = fitting and self.refit_every_n_epochs > 0 and self._tried_step != int(trainer.global_step)
-            if changed or not is_calibrated(self.head, self._has_network):
-                self._calibrate(trainer, pl_module)
+            self._open_validation(trainer, pl_module)
         self._records.clear()
 
     def on_test_batch_start(
@@ -249,7 +259,8 @@ class TrustMonitor(MonitorCore, CallbackBase):
         """Publish the results and log their numbers, which other callbacks can monitor."""
         with self.cost.paying():
             numbers = self._conclude(trainer, pl_module, "validate")
-        self._log(trainer, numbers | self._pending)
+            self._log(trainer, numbers | self._pending)
+        self._schedule.concluded()
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Publish the results and log their numbers."""

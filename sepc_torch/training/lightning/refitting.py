@@ -34,9 +34,10 @@ from sepc_torch.training.subsets import calibration_half, id_numbers, random_sub
 BATCH_SIZE = 256
 # Number of ids in an error message.
 _NAMED = 5
-# Samples of the first pass over a data set, which finds the samples of every class: a class with one sample in 5000 is
-# found ten times.
-_FIRST_PASS = 50_000
+# Samples of the first pass over a data set, which finds the samples of every class. It reads pieces until every class
+# that it has found has enough samples: at least 5000, in which a class with one sample in 1000 is missed with
+# probability 0.7 %, and at most 50 000.
+_FIRST_PIECE, _FIRST_PASS = 5000, 50_000
 # Validation samples to calibrate with: half of them rank the scores, enough to promise an error of 0.3 %.
 _MOST_CALIBRATION = 2000
 _BOTH = ("emb", "logits")
@@ -98,8 +99,8 @@ def is_augmented(module: Any, dataset: Any) -> bool:
 class FitSample:
     """The positions of the samples that the last refit used; later refits embed only these.
 
-    The labels of a data set are known only after its batches are read, so the first refit runs the module over all of
-    it, or over ``_FIRST_PASS`` samples.
+    The labels of a data set are known only after its batches are read, so the first refit runs the module over more
+    samples than it uses.
     """
 
     def __init__(self) -> None:
@@ -110,11 +111,20 @@ class FitSample:
     def __getstate__(self) -> dict[str, Any]:
         return FitSample().__dict__
 
-    def positions(self, dataset: Any) -> Int[Tensor, "n"]:
-        """Positions in the data set to embed."""
+    def pieces(self, dataset: Any, limit: int | None) -> list[Int[Tensor, "n"]]:
+        """Positions in the data set to embed, in pieces: the later ones only if some class needs more samples."""
         if self._positions is not None and dataset is self._dataset and len(dataset) == self._size:
-            return self._positions
-        return random_subset(torch.arange(len(dataset)), _FIRST_PASS)
+            return [self._positions]
+        ends = [_FIRST_PASS] if limit is None else [_FIRST_PIECE, 2 * _FIRST_PIECE, 4 * _FIRST_PIECE, _FIRST_PASS]
+        every = torch.arange(len(dataset))
+        found, read = [], every[:0]
+        for end in ends:
+            subset = random_subset(every, end)  # a larger subset holds the smaller ones
+            found.append(subset[~torch.isin(subset, read)])
+            read = subset
+            if len(subset) == len(every):
+                break
+        return found
 
     def keep(self, dataset: Any, positions: Int[Tensor, "n"]) -> None:
         """Use these positions for the next refits on the data set."""
@@ -173,8 +183,15 @@ def fit_rows(
     sample: FitSample,
 ) -> Rows:
     """Embeddings and labels to fit to, at most ``limit`` per class, equal on every process."""
-    positions = sample.positions(samples.dataset)
-    rows = labelled_rows(trainer, module, samples, positions, captures, functions, "to fit to", ("emb",), limit)
+    rows: Rows = {}
+    for piece in sample.pieces(samples.dataset, limit):
+        found = labelled_rows(trainer, module, samples, piece, captures, functions, "to fit to", ("emb",), limit)
+        joined = {name: torch.cat([rows[name], column]) if rows else column for name, column in found.items()}
+        order = joined["id"].argsort()
+        order = order[sample_per_class(joined["id"][order], joined["target"][order], limit)]
+        rows = {name: column[order] for name, column in joined.items()}
+        if limit is not None and bool((rows["target"].unique(return_counts=True)[1] == limit).all()):
+            break
     sample.keep(samples.dataset, rows["id"])
     return rows
 

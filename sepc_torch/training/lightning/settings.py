@@ -6,7 +6,7 @@ one. The base classes here inherit from those of all installed packages, so ever
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -154,6 +154,16 @@ def check_cost(value: Any) -> float | None:
     if value is not None and not (isinstance(value, Real) and float(value) > 0.0):
         raise MisconfigurationException(f"max_cost must be a number above 0, or None for no limit; got {value!r}.")
     return None if value is None else float(value)
+
+
+def check_report(report: Any) -> bool:
+    """Check ``report``, and that the packages of reports and figures are installed."""
+    if not isinstance(report, bool):
+        raise MisconfigurationException(f"report must be True or False; got {report!r}.")
+    missing = [name for name in ("jinja2", "matplotlib") if report and importlib.util.find_spec(name) is None]
+    if missing:
+        raise MisconfigurationException(f"report=True needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    return report
 
 
 def check_logits(logits: Any) -> None:

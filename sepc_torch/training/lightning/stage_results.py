@@ -11,6 +11,7 @@ from torch import Tensor
 from sepc_torch.shapes import Bool, Float, Int
 from sepc_torch.training.assessment import (
     CALIBRATED,
+    Seen,
     assess,
     binary_logits,
     class_count,
@@ -42,10 +43,24 @@ _NAMED = 5
 
 
 class StageResult(NamedTuple):
-    """Table of all samples of a stage, and its summary statistics."""
+    """Table of all samples of a stage, and its summary statistics.
+
+    Attributes:
+        table: All samples.
+        numbers: Numbers of the measured samples, those that did not calibrate the head.
+        rows: Columns of the measured samples, with ``emb`` and ``logits`` if they were kept.
+        ids: Ids of the measured samples.
+    """
 
     table: TrustTable
     numbers: dict[str, float]
+    rows: Rows
+    ids: list[Any]
+
+    @property
+    def right(self) -> Bool[Tensor, "B"]:
+        """Whether each judged label of a measured sample is its target."""
+        return self.rows["network_label"] == self.rows["target"]
 
 
 class StageTables(dict[str, TrustTable]):
@@ -90,9 +105,20 @@ def assessed_rows(
     z: Float[Tensor, "B D"],
     logits: Float[Tensor, "B L"] | None,
     target: Int[Tensor, "B"] | None,
+    *,
+    keep: bool = False,
+    seen: Seen | None = None,
 ) -> Rows:
-    """Columns of a batch, on the CPU: those of :func:`assess` and the target if it is known."""
-    rows = assess(head, z.float(), None if logits is None else checked_logits(head, logits).to(z.device))
+    """Columns of a batch, on the CPU: those of :func:`assess` and the target if it is known.
+
+    ``keep`` adds the embeddings and the logits of the head's classes.
+    """
+    logits = None if logits is None else checked_logits(head, logits).to(z.device)
+    rows = assess(head, z.float(), logits, seen)
+    if keep:
+        rows["emb"] = z.float().cpu()
+        if logits is not None:
+            rows["logits"] = logits[:, class_values(head)].float().cpu()
     return rows if target is None else {**rows, "target": target.cpu()}
 
 
@@ -141,9 +167,11 @@ class StageRecords:
     Args:
         captures: The captures of embeddings and logits, by name.
         functions: The user's functions.
+        keep: Whether to keep embeddings and logits, for reports.
     """
 
-    def __init__(self, captures: Captures, functions: Functions) -> None:
+    def __init__(self, captures: Captures, functions: Functions, keep: bool = False) -> None:
+        self.keep = keep
         self.captures = captures
         self.functions = functions
         self.recorders: list[Recorder] = []
@@ -164,7 +192,7 @@ class StageRecords:
         for capture in self.captures.values():
             capture.clear()
 
-    def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int) -> None:
+    def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int, seen: Seen | None = None) -> None:
         """Evaluate the head on a batch that the module has just processed, and add its rows."""
         n = batch_rows(batch)
         with torch.inference_mode(False), torch.no_grad():
@@ -179,7 +207,8 @@ class StageRecords:
             self.has_network = "logits" in captured
             labels = batch_labels(batch, self.functions.labels)
             target = labels if labels is not None and len(labels) == n else None
-            rows = assessed_rows(head, captured["emb"], captured.get("logits"), target)
+            logits = captured.get("logits")
+            rows = assessed_rows(head, captured["emb"], logits, target, keep=self.keep, seen=seen)
         ids = self.functions.ids
         names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids, n)
         self.recorders[loader].add(names, rows)
@@ -225,7 +254,10 @@ def stage_result(
         shown["target"] = target
     if halved:
         shown["calibrates"] = calibrates
-    return StageResult(TrustTable.of(ids, shown, head.classes), numbers)
+    kept = [name for name, out in zip(ids, calibrates.tolist(), strict=True) if not out]
+    return StageResult(
+        TrustTable.of(ids, shown, head.classes), numbers, {**measured, "reason": reason[~calibrates]}, kept
+    )
 
 
 def accepted_and_right(table: TrustTable) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:

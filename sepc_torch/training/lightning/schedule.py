@@ -1,0 +1,120 @@
+"""Schedule of the callback: which steps refit the head and which validations are assessed, within a budget of time.
+
+The first and the last validation always refit and are assessed. Between them the budget decides: an assessment or a
+refit takes place if the seconds spent so far, its own, and those of the last validation are at most ``max_cost`` times
+the training so far. Seconds are those that the same work took before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sepc_torch.training.cost import CostMeter
+
+_log = logging.getLogger(__name__)
+
+
+class Schedule:
+    """Decides about refits and assessments, and says at the end of a run what they cost.
+
+    Attributes:
+        every: Refit after every n epochs; 0 for never.
+        max_cost: The largest share of the training's time; None for no limit.
+        cost: Time that the monitor takes.
+        tried_step, skipped_step: Global steps of the last refit and of the last one that was not affordable.
+        assessing: Whether the validation that runs is assessed.
+        bounded: Whether the budget decides in this run.
+        validations, assessed: Number of validations of this run and of those that were assessed.
+    """
+
+    def __init__(self, every: int, max_cost: float | None) -> None:
+        self.every, self.max_cost = every, max_cost
+        self.cost = CostMeter()
+        self._refit_seconds, self._assess_seconds, self._mark = 0.0, 0.0, 0.0
+        self.tried_step, self.skipped_step = -1, -1
+        self.assessing, self.bounded = True, max_cost is not None
+        self.validations, self.assessed = 0, 0
+        self._monitored: list[str] = []
+
+    def start(self, trainer: Any, prefix: str, pool: bool) -> None:
+        """Begin a training run.
+
+        The budget does not decide about a run with a pool, whose scores the next query needs. It does not skip
+        assessments whose numbers another callback or a learning-rate schedule monitors.
+        """
+        self.tried_step, self.skipped_step = -1, -1  # the steps of an earlier run do not refer to these weights
+        self.validations, self.assessed, self.assessing = 0, 0, True
+        self.bounded = self.max_cost is not None and not pool
+        self._monitored = monitored_names(trainer, prefix)
+        self.cost.start()
+
+    def affords_refit(self, trainer: Any) -> bool:
+        """Whether a refit now leaves enough for the last one; the main process decides, because clocks differ."""
+        return self._affords(trainer, self._refit_seconds + self._assess_seconds)
+
+    def plan(self, trainer: Any, *, refitted: bool) -> bool:
+        """Decide whether to assess the validation that begins; a refit before it has its numbers assessed."""
+        self.validations += 1
+        must = refitted or self.assessed == 0 or is_last(trainer) or bool(self._monitored)
+        self.assessing = must or self._affords(trainer, self._assess_seconds)
+        self.assessed += self.assessing
+        self._mark = self.cost.spent
+        return self.assessing
+
+    def concluded(self) -> None:
+        """Note the seconds of the assessment that ends."""
+        if self.assessing:
+            self._assess_seconds = self.cost.spent - self._mark
+
+    @contextmanager
+    def refitting(self, step: int, part: int = 1) -> Iterator[None]:
+        """Note the step and the seconds of a refit, of which this one may be one part in ``part``."""
+        self.tried_step = step
+        before = self.cost.spent
+        with self.cost.paying():
+            yield
+            self._refit_seconds = part * (self.cost.spent - before)
+
+    def stop(self, trainer: Any, refits: int) -> None:
+        """End a training run, and say in the log what the monitor cost."""
+        self.cost.stop()
+        if not trainer.is_global_zero:
+            return
+        limit = "no limit" if self.max_cost is None else f"limit {self.max_cost:.0%}"
+        if self._monitored:
+            limit += f"; {', '.join(self._monitored)} monitored, so every validation was assessed"
+        elif self.max_cost is not None and not self.bounded:
+            limit += ", not kept with a pool"
+        elif self.max_cost is not None and self.cost.share() > self.max_cost:
+            limit += "; the first and the last assessment are never skipped"
+        _log.info(
+            f"TrustMonitor: took {self.cost.spent:.2f} s, {self.cost.share():.0%} of the training's time ({limit}). "
+            f"Refits: {refits}. Assessed validations: {self.assessed} of {self.validations}."
+        )
+
+    def _affords(self, trainer: Any, seconds: float) -> bool:
+        if not self.bounded:
+            return True
+        last = self._refit_seconds + self._assess_seconds
+        return bool(trainer.strategy.broadcast(self.cost.affords(self.max_cost, seconds + last)))
+
+
+def is_last(trainer: Any) -> bool:
+    """Whether the training ends after this step, as far as it is known now: an early stop is known too late.
+
+    The main process decides, because a callback may ask only one process to stop.
+    """
+    ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    last_epoch = ends and int(trainer.current_epoch) + 1 == trainer.max_epochs
+    found = last_epoch or trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+    return bool(trainer.strategy.broadcast(bool(found)))
+
+
+def monitored_names(trainer: Any, prefix: str) -> list[str]:
+    """Names with a prefix that other callbacks or learning-rate schedules monitor."""
+    owners = [*trainer.callbacks, *trainer.lr_scheduler_configs]
+    names = {getattr(owner, "monitor", None) for owner in owners}
+    return sorted(name for name in names if isinstance(name, str) and name.startswith(f"{prefix}/"))
