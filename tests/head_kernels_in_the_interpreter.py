@@ -17,7 +17,7 @@ from sepc_torch.head import assess
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.mixtures import log_densities
 from sepc_torch.head.kernels.search import nearest_into
-from sepc_torch.head.kernels.search_tables import search_tables
+from sepc_torch.head.kernels.tables import search_tables
 from sepc_torch.model.kernels import split
 
 Rng = np.random.Generator

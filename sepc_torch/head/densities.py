@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.kernels.tables import RegionTables
 from sepc_torch.head.moments import Moments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
@@ -42,15 +43,6 @@ class ClassSpread(NamedTuple):
 
     means: Float[Array, "C R"]
     whitener: Float[Array, "R R"]
-
-
-class RegionTables(NamedTuple):
-    """Regions sorted by class (``order``), the first of every class (``starts``), weights and freedom in float64."""
-
-    order: Int[Tensor, "K"]
-    starts: Int[Tensor, "C"]
-    log_weight: Float[Tensor, "K"]
-    freedom: Float[Tensor, "K"]
 
 
 class RegionDensities(nn.Module):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.head.assess import RESOLUTION, CalibrationTables, joint_score
+from sepc_torch.head.assess import joint_score
 from sepc_torch.head.binomial_search import least_risk, points_needed
+from sepc_torch.head.calibration_tables import RESOLUTION, CalibrationTables
 from sepc_torch.head.confidence import Confidence
 from sepc_torch.head.conformal import (
     class_calibration,

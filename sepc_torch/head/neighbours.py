@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.head.kernels.search_tables import SearchTables, search_tables
+from sepc_torch.head.kernels.tables import SearchTables, search_tables
 from sepc_torch.model import torch_ops
 from sepc_torch.model.kernels import possible
 from sepc_torch.model.kernels.launch import on_device

@@ -38,7 +38,7 @@ class Scorer:
 
     A pickle of a scorer holds only its arguments. The head is loaded at the first batch; all copies of the scorer in a
     process share it. The results do not depend on how rows are divided into batches, up to the rounding that
-    :data:`~sepc_torch.head.label_calibration.RESOLUTION` covers; ``accept`` does not depend on it at all.
+    :data:`~sepc_torch.head.calibration_tables.RESOLUTION` covers; ``accept`` does not depend on it at all.
 
     The columns are the fields of :class:`~sepc_torch.HeadPrediction` and ``reason``
     (:class:`~sepc_torch.head.reasons.Reason`), with ``label``, ``network_label`` and ``runner_up`` by class name,

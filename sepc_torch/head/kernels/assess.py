@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.assess import MAX_LOGIT, RESOLUTION, CalibrationTables
+from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
 from sepc_torch.head.evidence import MAX_LOG_RATIO, MAX_SOFTMAX
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on_device

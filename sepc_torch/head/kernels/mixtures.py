@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.densities import RegionTables
+from sepc_torch.head.kernels.tables import RegionTables
 from sepc_torch.model.kernels.distances import distances_into
 from sepc_torch.model.kernels.launch import Launcher, aligned, jit, within_32_bits
 from sepc_torch.model.kernels.tables import Split

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.kernels.search_tables import SearchTables
+from sepc_torch.head.kernels.tables import SearchTables
 from sepc_torch.model.kernels.distances import power_of_two_above, split_float
 from sepc_torch.model.kernels.launch import Launcher, aligned, jit
 from sepc_torch.model.kernels.tables import TOP, block_size

@@ -1,6 +1,6 @@
-r"""Reference points in the memory layout of the search kernel.
+r"""Reference points and regions in the memory layout of the kernels.
 
-The points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at infinity.
+The reference points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at infinity.
 Tiles are stored as pairs of float16 numbers, ``high`` and ``low``, whose sum has 22 bits of a point
 (:mod:`sepc_torch.model.kernels.tables` explains such pairs). A *chunk* is a run of tiles of one class: the unit of work
 that a small batch spreads over the chip.
@@ -20,6 +20,15 @@ from sepc_torch.shapes import Float, Int
 LARGE_TILE, SMALL_TILE = 64, 16
 # Tiles of a chunk.
 _CHUNK = 8
+
+
+class RegionTables(NamedTuple):
+    """Regions sorted by class (``order``), the first of every class (``starts``), weights and freedom in float64."""
+
+    order: Int[Tensor, "K"]
+    starts: Int[Tensor, "C"]
+    log_weight: Float[Tensor, "K"]
+    freedom: Float[Tensor, "K"]
 
 
 class SearchTables(NamedTuple):
