@@ -1,7 +1,7 @@
 r"""Reference points and regions in the memory layout of the kernels.
 
-The reference points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at infinity.
-Tiles are stored as pairs of float16 numbers, ``high`` and ``low``, whose sum has 22 bits of a point
+The reference points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at
+infinity. Tiles are stored as pairs of float16 numbers, ``high`` and ``low``, whose sum has 22 bits of a point
 (:mod:`sepc_torch.model.kernels.tables` explains such pairs). A *chunk* is a run of tiles of one class: the unit of work
 that a small batch spreads over the chip.
 """
