@@ -6,8 +6,9 @@ dark), to other classes (one class in eight points of ten) or to other regions (
 
 The others get the same level for the whole stream. Kolmogorov-Smirnov and MMD test windows of 100 points against
 calibration points and share the level among the windows, so that they must know the length of the stream; MMD is
-Gretton's unbiased estimate with a Gaussian kernel of the median width, and permutations. The power martingale bets
-0.92 p^(-0.08) on the same conformal p-values of the score.
+Gretton's unbiased estimate with a Gaussian kernel of the median width, and permutations (the test of alibi-detect's
+MMDDrift). The martingales of crepes, with their default settings, bet on conformal p-values of the score against all
+earlier points: the simple jumper, and the mean of simple jumper and sleeper/stayer.
 
     SEPC_DATA=... python experiments/drift.py
 """
@@ -25,13 +26,11 @@ from panel_data import Case, Rows, paper_tables, resnet_case, table_case, tables
 from scipy.stats import ks_2samp
 
 from sepc_torch import DriftMonitor, HeadPrediction, TrustHead
-from sepc_torch.head.betting import sequential_p_values, uniforms
 from sepc_torch.shapes import Array
 
 ALPHA = 0.01
 CLEAN, CHANGED, WINDOW = 1000, 600, 100
-POWER = 0.92
-METHODS = ("monitor", "ks", "mmd", "power martingale")
+METHODS = ("monitor", "ks", "mmd", "crepes jumper", "crepes composite")
 
 
 def cases(seed: int, smoke: bool) -> list[Case]:
@@ -95,11 +94,13 @@ def mmd_alarm(reference: Array, z: Array, rng: np.random.Generator) -> float:
     return math.inf
 
 
-def power_alarm(reference: Array, score: Array, seed: int) -> float:
-    values, bins = np.unique(np.concatenate([reference, score]), return_inverse=True)
-    counts = np.bincount(bins[: len(reference)], minlength=len(values))
-    p, _ = sequential_p_values(bins[len(reference) :], counts, uniforms(seed, 0, len(score)))
-    return first(np.cumsum(math.log(POWER) + (POWER - 1.0) * np.log(p)) >= -math.log(ALPHA))
+def crepes_alarms(reference: Array, score: Array, seed: int) -> dict[str, float]:
+    from crepes.martingales import CompositeMartingale, SimpleJumper, SleeperStayer, semi_online_p_values
+
+    p = semi_online_p_values(np.concatenate([reference, score]), seed=seed)[len(reference) :]
+    both = CompositeMartingale([SimpleJumper(), SleeperStayer()])
+    martingales = {"crepes jumper": SimpleJumper(), "crepes composite": both}
+    return {name: first(martingale.apply(p) >= 1.0 / ALPHA) for name, martingale in martingales.items()}
 
 
 def delays(case: Case, draws: int, rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -131,7 +132,8 @@ def delays(case: Case, draws: int, rng: np.random.Generator) -> list[dict[str, A
             found["ks"].append(ks_alarm(reference, score) - len(before))
             if draw < 3:  # permutations are slow
                 found["mmd"].append(mmd_alarm(points, z, rng) - len(before))
-            found["power martingale"].append(power_alarm(reference, score, draw) - len(before))
+            for method, alarm in crepes_alarms(rng.permutation(reference), score, draw).items():
+                found[method].append(alarm - len(before))
             alone = DriftMonitor(head, ALPHA)
             alone.update_from(HeadPrediction(*(column[after] for column in later)))
             y = torch.from_numpy(change.y if isinstance(change, Rows) else case.test.y)
@@ -186,6 +188,7 @@ def false_alarms(head: TrustHead, streams: int, length: int, ranked: int, rng: n
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--streams", type=int, default=1000, help="streams without drift")
+    parser.add_argument("--draws", type=int, default=20, help="streams of every change")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".* have fewer than")
     rng = np.random.default_rng(options.seed)
@@ -193,7 +196,7 @@ def main() -> None:
     found = cases(options.seed, options.smoke)
     print("network    change    method              false   found   median delay")
     for case in found:
-        for row in delays(case, 3 if options.smoke else 10, rng):
+        for row in delays(case, 3 if options.smoke else options.draws, rng):
             rows.append(row)
             delay = "" if row["delay"] is None else f"{row['delay']:.0f}"
             print(
@@ -208,9 +211,10 @@ def main() -> None:
     if not options.smoke:
         results = {
             "command": "python experiments/drift.py",
-            "environment": environment("torch", "scikit-learn"),
+            "environment": environment("torch", "scikit-learn", "crepes"),
             "seed": options.seed,
             "alpha": ALPHA,
+            "draws": options.draws,
             "clean": CLEAN,
             "changed": CHANGED,
             "window": WINDOW,

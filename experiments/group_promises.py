@@ -6,34 +6,60 @@ exactly. A draw is violated if the risk exceeds the promise in any group that ac
 under a single threshold for the same risk.
 
     SEPC_DATA=... python experiments/group_promises.py
+
+The heads and populations can be stored once (``--points FILE --draws 0``) and drawn from on another machine
+(``--points FILE --jobs 16``), which then needs neither the data nor a solver.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from harness import arguments, environment, write_results
-from panel_data import Case, paper_tables, resnet_case, table_case, tables
+from joblib import Parallel, delayed
 
 from sepc_torch import TrustHead
 from sepc_torch.head.groups import accept_by_group
 from sepc_torch.head.label_calibration import LabelCalibration
+from sepc_torch.model.sepc import SEPC
 from sepc_torch.shapes import Array
+
+if TYPE_CHECKING:
+    from panel_data import Case
 
 RISK, DELTA = 0.05, 0.05
 TABLES = ("penbased", "satimage", "letter")
 KINDS = ("predicted", "region", "class")
 # Training rows of a head, and ranked points of a draw.
 MOST_TRAIN, RANKED = 10_000, 2000
+# Draws of one task of a worker; every task has random numbers of its own.
+CHUNK = 50
+
+
+class Population(NamedTuple):
+    """Calibration and regions of a head, and the points that ranked points are drawn from.
+
+    The columns of ``points`` are the joint score, correctness, label, true class and region.
+    """
+
+    name: str
+    labels: LabelCalibration
+    sepc: SEPC
+    points: dict[str, Array]
 
 
 def cases(seed: int, smoke: bool) -> list[Case]:
     """The networks: three KEEL tables, Adult, and two ResNets where their embeddings are stored."""
+    # Imported here: these modules need packages that a machine which only draws may lack.
+    from panel_data import paper_tables, resnet_case, table_case, tables
+
     if smoke:
         return [table_case("digits", paper_tables()["digits"], seed, epochs=5)]
     sets = tables(TABLES) | {name: data for name, data in paper_tables().items() if name == "adult"}
@@ -41,8 +67,9 @@ def cases(seed: int, smoke: bool) -> list[Case]:
     return found + [case for case in (resnet_case(10), resnet_case(100)) if case is not None]
 
 
-def population(case: Case, rng: np.random.Generator) -> tuple[TrustHead, dict[str, Array]]:
-    """A calibrated head, and the joint score, correctness, label, true class and region of the population."""
+def population(case: Case, seed: int) -> Population:
+    """Fit and calibrate a head, and judge the other rows."""
+    rng = np.random.default_rng([seed, len(case.train.y)])
     rows = rng.permutation(len(case.train.y))[:MOST_TRAIN]
     head = TrustHead.fit(case.train.z[rows], case.train.y[rows], classes=np.arange(case.train.logits.shape[1]))
     # Half of the calibration rows fit the scores; the other half joins the population.
@@ -60,7 +87,9 @@ def population(case: Case, rng: np.random.Generator) -> tuple[TrustHead, dict[st
         "class": torch.from_numpy(y),
         "region": out.nearest.long(),
     }
-    return head, {name: column.numpy() for name, column in columns.items()}
+    assert head.calibration is not None
+    points = {name: column.numpy() for name, column in columns.items()}
+    return Population(case.name, head.calibration.network, head.sepc, points)
 
 
 def with_ranked(labels: LabelCalibration, points: dict[str, Array], rows: Array) -> LabelCalibration:
@@ -82,64 +111,72 @@ def risks(accept: Array, right: Array, group: Array, count: int) -> Array:
     return np.bincount(group[accept & ~right], minlength=count) / np.maximum(taken, 1)
 
 
-def draws(head: TrustHead, points: dict[str, Array], by: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Violations, coverage and the worst group over many draws of the ranked points."""
-    assert head.calibration is not None
-    key = torch.from_numpy(points["label" if by == "predicted" else by])
-    ranked = min(RANKED, len(key))
-    violated, coverage, worst, single_worst, single_coverage, found = [], [], [], [], [], []
+def draws(known: Population, by: str, count: int, seed: list[int]) -> dict[str, Any]:
+    """Results of some draws of the ranked points: one value per draw, and the numbers of groups."""
+    rng, points = np.random.default_rng(seed), known.points
+    key = points["label" if by == "predicted" else by]
+    label, region = torch.from_numpy(points["label"]), torch.from_numpy(points["region"])
+    rows = []
     for _ in range(count):
-        labels = with_ranked(head.calibration.network, points, rng.integers(0, len(key), ranked))
-        table = accept_by_group(labels, head.sepc, RISK, DELTA, by, joint=True)
+        labels = with_ranked(known.labels, points, rng.integers(0, len(key), min(RANKED, len(key))))
+        table = accept_by_group(labels, known.sepc, RISK, DELTA, by, joint=True)
         members: dict[Any, int] = {member: g for g, row in enumerate(table.groups) for member in row.group}
-        group = np.array([members[k] for k in range(len(members))])[key.numpy()]
-        label, region = torch.from_numpy(points["label"]), torch.from_numpy(points["region"])
+        group = np.array([members[k] for k in range(len(members))])[key]
         accept = (torch.from_numpy(points["joint"]) >= labels.least_score(label, region, None)).numpy()
         labels.accept(RISK, DELTA, None)
         single = points["joint"] >= float(labels.threshold)
-        by_group = risks(accept, points["right"], group, len(table.groups))
-        violated.append(bool((by_group > RISK).any()))
-        worst.append(by_group.max())
-        coverage.append(accept.mean())
-        single_worst.append(risks(single, points["right"], group, len(table.groups)).max())
-        single_coverage.append(single.mean())
-        found.append(np.mean([row.found for row in table.groups]))
-    return {
-        "groups": len(table.groups),
-        "merged_from": len(members),
-        "violations": float(np.mean(violated)),
-        "coverage": float(np.mean(coverage)),
-        "found": float(np.mean(found)),
-        "worst_risk": float(np.median(worst)),
-        "single_worst_risk": float(np.median(single_worst)),
-        "single_coverage": float(np.mean(single_coverage)),
-    }
+        worst = risks(accept, points["right"], group, len(table.groups)).max()
+        single_worst = risks(single, points["right"], group, len(table.groups)).max()
+        found = np.mean([row.found for row in table.groups])
+        rows.append((worst > RISK, accept.mean(), found, worst, single_worst, single.mean()))
+    names = ("violations", "coverage", "found", "worst_risk", "single_worst_risk", "single_coverage")
+    columns = dict(zip(names, np.array(rows, dtype=float).T, strict=True))
+    return {"groups": len(table.groups), "merged_from": len(members), **columns}
+
+
+def summary(known: Population, by: str, count: int, seed: int, jobs: int) -> dict[str, Any]:
+    """Violations, coverage and the worst group over many draws of the ranked points."""
+    sizes = [CHUNK] * (count // CHUNK) + [count % CHUNK] * (count % CHUNK > 0)
+    tasks = (delayed(draws)(known, by, size, [seed, KINDS.index(by), i]) for i, size in enumerate(sizes))
+    parts = Parallel(n_jobs=jobs)(tasks)
+    found = {name: parts[0][name] for name in ("groups", "merged_from")}
+    for name in parts[0].keys() - found.keys():
+        middle = np.median if "worst" in name else np.mean
+        found[name] = float(middle(np.concatenate([part[name] for part in parts])))
+    return found
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--draws", type=int, default=500, help="draws of the ranked points for every network and kind")
+    parser.add_argument("--draws", type=int, default=1000, help="draws of the ranked points for every network and kind")
+    parser.add_argument("--points", type=Path, help="file of heads and populations; it is written if it is missing")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     options = parser.parse_args()
     count = 20 if options.smoke else options.draws
     warnings.filterwarnings("ignore", message="Most calibration points")
+    if options.points is not None and options.points.exists():
+        networks = pickle.loads(options.points.read_bytes())
+    else:
+        networks = [population(case, options.seed) for case in cases(options.seed, options.smoke)]
+        if options.points is not None:
+            options.points.write_bytes(pickle.dumps(networks))
     rows = []
     print("network    by         groups  violations  found  coverage  worst risk | single threshold: coverage  worst")
-    for case in cases(options.seed, options.smoke):
-        rng = np.random.default_rng([options.seed, len(case.train.y)])
-        begun = time.process_time()
-        head, points = population(case, rng)
-        error = float(1.0 - points["right"].mean())
+    for known in networks if count else []:
+        begun = time.perf_counter()
+        error = float(1.0 - known.points["right"].mean())
         for by in KINDS:
-            row = {"network": case.name, "error": error, "by": by, **draws(head, points, by, count, rng)}
+            found = summary(known, by, count, options.seed, options.jobs)
+            row = {"network": known.name, "error": error, "by": by, **found}
             rows.append(row)
             print(
-                f"{case.name:10s} {by:10s} {row['groups']:6d} {row['violations']:10.1%} {row['found']:7.0%} "
+                f"{known.name:10s} {by:10s} {row['groups']:6d} {row['violations']:10.1%} {row['found']:7.0%} "
                 f"{row['coverage']:8.1%} {row['worst_risk']:10.1%}  | {row['single_coverage']:18.1%} "
                 f"{row['single_worst_risk']:14.1%}",
                 flush=True,
             )
-        print(f"{case.name}: {time.process_time() - begun:.0f} CPU seconds", flush=True)
-    if not options.smoke:
+        print(f"{known.name}: {time.perf_counter() - begun:.0f} seconds", flush=True)
+    if not options.smoke and count:
         results = {
             "command": "python experiments/group_promises.py",
             "environment": environment("torch", "scikit-learn"),

@@ -4,8 +4,10 @@ Claim: the average precision of the rows with a flipped label is at least that o
 sets. A share of 5 % or 10 % of the labels is flipped: to any other class ("symmetric"), or to the class whose mean is
 nearest ("neighbouring"; the same for two classes). cleanlab ranks by the out-of-fold probabilities of one of two
 models: logistic regression or ten nearest neighbours; its rows found by ``find_label_issues`` come first, the others
-follow by label quality. Both are shown, and the better one, chosen in hindsight, is compared. ``suspicious_labels``
-runs without logits and with the out-of-fold logits of the logistic regression.
+follow by label quality. ``Datalab`` ranks by the probabilities of the logistic regression together with the features,
+and by the features alone (extra ``cleanlab[datalab]``; without it, or where Datalab fails, there is no value). The best
+one, chosen in hindsight, is compared. ``suspicious_labels`` runs without logits and with the out-of-fold logits of the
+logistic regression.
 
 SEPC_DATA=path/to/data python experiments/label_errors.py
 """
@@ -13,8 +15,12 @@ SEPC_DATA=path/to/data python experiments/label_errors.py
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -66,6 +72,35 @@ def cleanlab_score(labels: Array, probability: Array) -> Array:
     return 1.0 - get_label_quality_scores(labels, probability) + issues
 
 
+# Runs in a process of its own: Datalab needs the package datasets, a name that a module of these scripts has too.
+DATALAB = """
+import sys
+import numpy as np
+from cleanlab.datalab.datalab import Datalab
+data = np.load(sys.argv[1])
+for model in ("logistic", "features"):
+    lab = Datalab({"label": data["labels"]}, label_name="label", verbosity=0)
+    extra = {"pred_probs": data["probability"]} if model == "logistic" else {}
+    lab.find_issues(features=data["features"], issue_types={"label": {}}, **extra)
+    if "is_label_issue" not in lab.issues:  # it refuses its own probabilities of neighbours if they round to above one
+        continue
+    issues = lab.get_issues("label")
+    np.save(sys.argv[1] + model, (1.0 - issues["label_score"] + issues["is_label_issue"]).to_numpy())
+"""
+
+
+def datalab_scores(labels: Array, features: Array, probability: Array) -> dict[str, Array]:
+    """Suspicion of every row by Datalab, with and without probabilities; nothing if its extra is not installed."""
+    if subprocess.run([sys.executable, "-I", "-c", "import datasets"], capture_output=True, check=False).returncode:
+        return {}
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/case.npz"
+        np.savez(path, labels=labels, features=features, probability=probability)
+        subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", DATALAB, path], capture_output=True, check=True)
+        found = {model: Path(f"{path}{model}.npy") for model in ("logistic", "features")}
+        return {f"Datalab, {model}": np.load(file) for model, file in found.items() if file.exists()}
+
+
 def measure(name: str, data: tuple[Array, Array, str], share: float, kind: str, seed: int) -> dict[str, Any]:
     """Average precision of every method on one set with flipped labels."""
     x, y, normalize = data
@@ -86,6 +121,8 @@ def measure(name: str, data: tuple[Array, Array, str], share: float, kind: str, 
             probability[model] = cross_val_predict(estimator, x, given, cv=5, method="predict_proba")
         score = cleanlab_score(given, probability[model])
         precision[f"cleanlab, {model}"] = float(average_precision_score(wrong, score))
+    for method, score in datalab_scores(given, scaled, probability["logistic"]).items():
+        precision[method] = float(average_precision_score(wrong, score))
     logits = np.log(np.maximum(probability["logistic"], 1e-30))
     begun = time.process_time()
     alone, both = (suspicious_labels(x, given, extra, fdr=FDR, normalize=normalize) for extra in (None, logits))

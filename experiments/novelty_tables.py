@@ -11,25 +11,37 @@ from markdown_tables import load, table
 def novelties() -> str:
     """False discovery rate and power, simulated and on the networks of the panel."""
     results = load("novelties")
-    bound = results["fdr"] * (1 - results["novel"] / results["batch"])
     simulated = [
         [str(r["points"]), f"{r['fdr']:.3f} ± {r['error']:.3f}", f"{r['power']:.2f}", str(r["least"])]
         for r in results["simulated"]
     ]
-    panel = [
-        [r["set"], f"{r['unknowns']} ({r['kind']})", str(r["points"]), _rate(r), f"{r['power']:.2f}"]
-        for r in results["panel"]
-    ]
+    found = {(r["set"], r["unknowns"], r["novel"]): r for r in results["panel"]}
+    panel = []
+    for few in (r for r in results["panel"] if r["novel"] == results["novel"]):
+        many = found[few["set"], few["unknowns"], results["many"]]
+        panel.append(
+            [
+                few["set"],
+                f"{few['unknowns']} ({few['kind']})",
+                f"{few['auroc']:.3f}",
+                f"{few['beyond']:.0%}",
+                *(text for r in (few, many) for text in (_rate(r), f"{r['power']:.2f}", f"{r['plain_power']:.2f}")),
+            ]
+        )
     mean = float(np.mean([r["fdr"] for r in results["panel"]]))
+    header = ["network", "unknowns", "AUROC", f"beyond {1 - results['far']:.0%}"]
+    for count in (results["novel"], results["many"]):
+        header += [f"{count} novel: rate", "power", "without estimate"]
     return "\n\n".join(
         [
-            f"Batches of {results['batch']} samples, {results['novel']} of them novel, fdr={results['fdr']:g}: the "
-            f"bound of the rate is {bound:.3f}. Simulation, {results['draws']} draws of normal scores, the novel ones "
-            f"shifted by {results['shift']:g}:",
+            f"Batches of {results['batch']} samples, fdr={results['fdr']:g}. Simulation, {results['draws']} draws of "
+            f"normal scores, {results['novel']} novel ones shifted by {results['shift']:g}:",
             table(["ranked points", "false discovery rate", "power", "least number of novelties"], simulated),
-            f"Networks of the panel, {results['resplits']} calibrations on random known rows with {results['batches']} "
-            f"batches each; the mean rate over all groups is {mean:.3f}:",
-            table(["network", "unknowns", "ranked points", "false discovery rate", "power"], panel),
+            f"Networks of the panel, {results['resplits']} calibrations with {results['panel'][0]['points']} ranked "
+            f"points on random known rows, {results['batches']} batches each; the mean rate over all groups is "
+            f"{mean:.3f}. *Beyond*: share of the unknowns that are stranger than this share of known rows. *Without "
+            "estimate*: power of Benjamini and Hochberg's procedure alone:",
+            table(header, panel),
         ]
     )
 
@@ -42,30 +54,27 @@ def label_errors() -> str:
     """Average precision of the rows with a flipped label, and the discoveries at the false discovery rate."""
     results = load("label_errors")
     runs = [run for part in results["parts"].values() for run in part]
-    rows, reached = [], 0
+    others = list(dict.fromkeys(name for run in runs for name in run["precision"] if not name.startswith("SEP-C")))
+    reached = {"SEP-C": 0, "SEP-C with logits": 0}
+    rows = []
     for run in runs:
         precision = run["precision"]
-        best = max(value for name, value in precision.items() if name.startswith("cleanlab"))
-        reached += precision["SEP-C with logits"] >= best
+        best = max(precision[name] for name in others if name in precision)
+        for name in reached:
+            reached[name] += precision[name] >= best
         rows.append(
             [
                 run["set"],
                 f"{run['kind']}, {run['share']:.0%}",
-                *(f"{precision[f'cleanlab, {model}']:.3f}" for model in ("logistic", "neighbours")),
-                *(f"{precision[name]:.3f}" for name in ("SEP-C", "SEP-C with logits")),
+                *(f"{precision[name]:.3f}" if name in precision else "" for name in (*others, *reached)),
                 f"{run['estimated']:.1%}",
                 f"{run['found']}, {run['false']:.0%}",
                 f"{run['hit']:.0%}",
             ]
         )
-    header = ["set", "flipped", "cleanlab, logistic", "cleanlab, neighbours", "SEP-C", "SEP-C with logits"]
-    header += ["estimated share", f"found at fdr={results['fdr']:g}, false", "of the flipped"]
-    alone = sum(
-        run["precision"]["SEP-C"] >= max(v for k, v in run["precision"].items() if k.startswith("cleanlab"))
-        for run in runs
-    )
+    header = ["set", "flipped", *others, *reached, "estimated share", f"found at fdr={results['fdr']:g}, false"]
     return (
-        f"Average precision of the flipped rows. With logits, `suspicious_labels` is at least as good as the better of "
-        f"the two rankings of cleanlab in {reached} of {len(rows)} cases; without logits in {alone}.\n\n"
-        f"{table(header, rows)}"
+        f"Average precision of the flipped rows. `suspicious_labels` is at least as good as the best of the "
+        f"{len(others)} rankings of cleanlab in {reached['SEP-C with logits']} of {len(rows)} cases with logits, and "
+        f"in {reached['SEP-C']} without.\n\n{table([*header, 'of the flipped'], rows)}"
     )

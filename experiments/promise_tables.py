@@ -57,7 +57,8 @@ def drift() -> str:
         f"promised are at most {results['alpha']:.0%}. Before the change, real streams of {results['clean']} points "
         f"alarmed in {', '.join(f'{share:.0%} ({method})' for method, share in early.items())} of the draws; "
         "the streams of a network share one calibration set, and the promise is over calibration sets too.\n\n"
-        f"Median number of points from the change to the alarm, within {results['changed']} points; in brackets the "
+        f"Median number of points from the change to the alarm, within {results['changed']} points, over "
+        f"{results['draws']} streams (MMD: three); in brackets the "
         "share of the streams that alarmed, where it is not all. The last columns compare the accuracy of the accepted "
         "points after the change with the monitor's estimate"
     )

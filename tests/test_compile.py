@@ -46,6 +46,40 @@ CHECKS = {
     ),
 }
 
+# The thresholds of every kind of group, in a head that was loaded from a file. They differ by one lookup, so that one
+# is compiled and another one exported: each takes seconds.
+GROUPS = """
+import tempfile
+class Grouped(torch.nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+    def forward(self, z, logits, groups):
+        return self.head(z, logits, None, groups)
+scores = 6.0 * np.eye(3)[y] + rng.normal(size=(240, 3))
+args = z, torch.from_numpy(np.concatenate([scores, scores])).float()
+head = TrustHead.fit(x[:120], y[:120], dim=3).calibrate(x[120:], y[120:], scores[120:])
+for by in ("predicted", "region", np.arange(120) % 3):
+    head.accept_at(risk=0.2, delta=0.2, by=by, joint=False)
+    with tempfile.TemporaryDirectory() as folder:
+        head.save(folder + "/head")
+        loaded = TrustHead.load(folder + "/head")
+    given = not isinstance(by, str)
+    groups = (torch.arange(480) % 4 - 1,) if given else ()
+    module, plain = (Grouped(loaded), Grouped(head)) if given else (loaded, head)
+    expected = plain(*args, *groups)
+    assert expected.accept.any()
+    assert same(module(*args, *groups), expected)
+    if not given and by == "region":
+        torch._dynamo.reset()
+        assert same(torch.compile(module, fullgraph=True, backend="aot_eager")(*args), expected)
+    if given:
+        sizes = tuple({0: torch.export.Dim("batch", min=2)} for _ in (*args, *groups))
+        program = torch.export.export(module, (*args, *groups), dynamic_shapes=sizes).module()
+        assert same(program(*args, *groups), expected)
+"""
+CHECKS["groups"] = GROUPS
+
 
 @pytest.mark.parametrize(
     "body",

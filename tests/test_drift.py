@@ -18,7 +18,7 @@ from sepc_torch.head.betting import (
     sequential_p_values,
     uniforms,
 )
-from sepc_torch.head.drift import _poisson_interval
+from sepc_torch.head.drift_report import poisson_interval
 
 Rng = np.random.Generator
 CLASSES = 3
@@ -220,11 +220,11 @@ def test_the_accuracy_interval_covers() -> None:
     risk, n, w = np.array([0.02, 0.1, 0.3]), np.array([300, 100, 50]), np.array([0.2, 0.5, 0.3])
     for _ in range(draws):
         estimate = float((w * rng.binomial(n, risk) / n).sum())
-        low, high = _poisson_interval(estimate, math.log(2.0 / level) / float((n / w).min()))
+        low, high = poisson_interval(estimate, math.log(2.0 / level) / float((n / w).min()))
         missed += not low <= float((w * risk).sum()) <= high
     assert missed <= binom.isf(1e-3, draws, level)
-    assert _poisson_interval(0.0, 0.03)[0] == pytest.approx(0.0)
-    assert _poisson_interval(0.0, 0.03)[1] == pytest.approx(0.03)
+    assert poisson_interval(0.0, 0.03)[0] == pytest.approx(0.0)
+    assert poisson_interval(0.0, 0.03)[1] == pytest.approx(0.03)
 
 
 def test_without_logits_and_input_errors(head: TrustHead) -> None:

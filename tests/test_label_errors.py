@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 from sepc_torch import suspicious_labels
 from sepc_torch.head.label_errors import _asinh_odds, _log_share, _stratified, _without
+from sepc_torch.head.ridge import ridge_shares
 from sepc_torch.metrics import unknown_auroc
 from sepc_torch.shapes import Array
 
@@ -47,7 +48,29 @@ def test_flipped_digits_are_found() -> None:
     assert (found.suggested == y).mean() > 0.97
     first = found.order[: wrong.sum() // 2]
     assert wrong[first].mean() > 0.98
-    assert set(found.weights) == {"regions", "regions (asinh)", "neighbours"}
+    assert set(found.weights) == {"regions", "regions (asinh)", "neighbours", "linear"}
+
+
+def test_linear_shares_are_those_of_ridge_regression(rng: np.random.Generator) -> None:
+    """The weights solve the normal equations for one of the penalties, the one with the least leave-one-out error."""
+    z, y = clouds(rng, 40)
+    new = rng.normal(size=(5, 3))
+    x, target = z - z.mean(axis=0), np.eye(3)[y] - np.eye(3)[y].mean(axis=0)
+    errors, shares = [], []
+    for penalty in np.linalg.norm(x, 2) ** 2 * 10.0 ** np.arange(-6, 1):
+        missed = []
+        for i in range(40):
+            rest = np.arange(40) != i
+            a, b = z[rest] - z[rest].mean(axis=0), np.eye(3)[y[rest]]
+            w = np.linalg.solve(a.T @ a + penalty * np.eye(3), a.T @ b)
+            missed.append(np.eye(3)[y[i]] - b.mean(axis=0) - (z[i] - z[rest].mean(axis=0)) @ w)
+        errors.append(np.square(missed).mean())
+        w = np.linalg.solve(x.T @ x + penalty * np.eye(3), x.T @ target)
+        shares.append((np.eye(3)[y].mean(axis=0) + (new - z.mean(axis=0)) @ w).clip(0.0, 1.0))
+    found = ridge_shares(z, y, 3, new)
+    # Two penalties can have nearly equal errors; either may win.
+    good = np.flatnonzero(np.array(errors) <= 1.001 * min(errors))
+    assert any(np.allclose(found, shares[i], atol=1e-6) for i in good)
 
 
 def test_logits_help() -> None:

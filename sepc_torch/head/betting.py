@@ -92,6 +92,18 @@ def occupancy_p_values(
     return p, counts + inside.sum(axis=0)
 
 
+def counts_after(cell: Int[Array, "T"], cells: int) -> Int[Array, "T P"]:
+    """Number of points of each cell after each position.
+
+    >>> counts_after(np.array([1, 0, 1]), 2)
+    array([[1, 1],
+           [0, 1],
+           [0, 0]])
+    """
+    taken = (cell[:, None] == np.arange(cells)).astype(np.int64)
+    return taken.sum(axis=0) - taken.cumsum(axis=0)
+
+
 def log_cell_bets(p: Float[Array, "T C"], share: Float[Array, "C"]) -> Float[Array, "T C G"]:
     r"""Logarithms of the densities :math:`\frac{1 + g 1[p < q]}{1 + g q}` for cells of share q, and three gains g.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from sepc_torch.head.betting import (
     GAINS,
     POWERS,
     bet,
+    counts_after,
     log_cell_bets,
     log_power_bets,
     occupancy_p_values,
@@ -35,6 +36,7 @@ from sepc_torch.head.betting import (
     uniforms,
 )
 from sepc_torch.head.conformal import check_share
+from sepc_torch.head.drift_report import AccuracyEstimate, DriftReport, Move, expected_accuracy
 from sepc_torch.head.label_calibration import LabelCalibration
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import TrustHead
@@ -50,85 +52,6 @@ _CELL_POINTS, _CELL_SHARE = 10, 1 / 40
 _LISTED = 7.0
 # p-values up to this one are counted to describe bets on scores.
 _SMALL = 0.1
-
-
-class Move(NamedTuple):
-    """One change of the stream.
-
-    Attributes:
-        change: ``"gained"`` or ``"lost"`` traffic, or p-values that ``"sank"`` or ``"rose"``.
-        classes: Labels of the classes whose regions changed; empty for p-values.
-        regions: Numbers of these regions (ellipsoids).
-        expected: Share of the traffic among the calibration points; for p-values, of those up to (from) 0.1 (0.9).
-        share: This share in the stream since the change.
-        since: Position in the stream at which the change seems to have begun.
-        evidence: Logarithm of the likelihood ratio since then.
-    """
-
-    change: str
-    classes: tuple[Any, ...]
-    regions: tuple[int, ...]
-    expected: float
-    share: float
-    since: int
-    evidence: float
-
-
-class AccuracyEstimate(NamedTuple):
-    """Expected accuracy of accepted points with an interval, if the risk within each cell of regions is unchanged."""
-
-    estimate: float
-    low: float
-    high: float
-
-
-class DriftReport(NamedTuple):
-    """State of a drift monitor.
-
-    Attributes:
-        seen: Number of points seen.
-        p_value: Anytime-valid p-value: without drift it *ever* falls to u with probability at most u.
-        alarm: Whether ``p_value`` has ever been at most alpha.
-        alarm_at: Position of the point that raised the alarm, in its worker's stream; None without an alarm.
-        since: Position at which the strongest change seems to have begun; None if no change is listed.
-        moves: Changes, strongest first.
-        accepted: Share of the points that the head accepted.
-        accuracy: Expected accuracy of the accepted points; see :meth:`DriftMonitor.accuracy`.
-    """
-
-    seen: int
-    p_value: float
-    alarm: bool
-    alarm_at: int | None
-    since: int | None
-    moves: tuple[Move, ...]
-    accepted: float
-    accuracy: AccuracyEstimate
-
-    @property
-    def sentence(self) -> str:
-        """The state in one sentence."""
-        if self.alarm:
-            return f"The stream has drifted (p = {self.p_value:.2g} after {self.seen} points)."
-        return f"No drift is shown (p = {self.p_value:.2g} after {self.seen} points)."
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all values as plain Python values."""
-        moves = [
-            {**move._asdict(), "classes": list(move.classes), "regions": list(move.regions)} for move in self.moves
-        ]
-        return {**self._asdict(), "moves": moves, "accuracy": self.accuracy._asdict()}
-
-    def __str__(self) -> str:
-        state = "drift" if self.alarm else "no drift shown"
-        accuracy = "{:.1%} ({:.1%} to {:.1%})".format(*self.accuracy)
-        lines = [f"{state} after {self.seen} points, p = {self.p_value:.2g}; accepted {self.accepted:.1%}"]
-        lines.append(f"accuracy of the accepted points, if regions keep their risk: {accuracy}")
-        for move in self.moves:
-            what = f"class {', '.join(map(str, move.classes))}, regions {', '.join(map(str, move.regions))}"
-            shares = f"{move.expected:.1%} to {move.share:.1%} since point {move.since}"
-            lines.append(f"{what if move.regions else 'p-values'} {move.change}: {shares}")
-        return "\n".join(lines)
 
 
 class DriftMonitor:
@@ -157,9 +80,7 @@ class DriftMonitor:
         self.with_logits = head.calibration.network.done
         labels = head.calibration.network if self.with_logits else head.calibration.own
         if len(labels.point_region) == 0:
-            raise RuntimeError(
-                "The calibration of this head is of an older version, without regions; calibrate it again."
-            )
+            raise RuntimeError("The calibration of this head is of an older version, without regions; repeat it.")
         if len(labels.group_threshold):
             raise ValueError("The head accepts by given groups, which a stream does not have; use another accept_at.")
         self._score_edges = np.quantile(labels.strangeness.combined.double().cpu().numpy(), _QUANTILES)[1:]
@@ -242,33 +163,15 @@ class DriftMonitor:
         return tuple(sorted(found.values(), key=lambda move: -move.evidence))
 
     def accuracy(self, level: float = 0.05) -> AccuracyEstimate:
-        r"""Expected accuracy of the accepted points of the stream, without labels, with an interval.
+        """Expected accuracy of the accepted points of the stream, without labels; see :func:`expected_accuracy`.
 
-        Assumption: within each cell of regions the share of wrong labels among accepted points is that of the
-        calibration distribution. The estimate weights the errors :math:`\hat r_c` of the calibration points in cell c
-        with the share :math:`w_c` of the stream's accepted points, :math:`\hat r = \sum_c w_c \hat r_c`. The interval
-        holds with probability 1 - ``level`` over the calibration points, by a Chernoff bound:
-        :math:`\hat r \log \frac{\hat r}{r} - \hat r + r \le \frac{1}{m} \log \frac{2}{\mathrm{level}}`,
-        :math:`m = \min_c n_c / w_c`. Traffic in cells without accepted calibration points may be right or wrong. The
-        estimate does not see a change within a region, such as new label errors there.
+        The estimate does not see a change within a region, such as new label errors there.
 
         Args:
             level: Probability that the interval misses.
         """
-        level = check_share(level, "level")
         traffic = self._state["accepted"].sum(axis=0)
-        if traffic.sum() == 0:
-            return AccuracyEstimate(math.nan, 0.0, 1.0)
-        weight, known = traffic / traffic.sum(), self._accepted_start > 0
-        blind = float(weight[~known].sum())
-        used = known & (weight > 0)
-        if not used.any():
-            return AccuracyEstimate(math.nan, 0.0, 1.0)
-        n, w = self._accepted_start[used], weight[used]
-        risk = float((w * self._wrong_start[used] / n).sum())
-        low, high = _poisson_interval(risk, math.log(2.0 / level) / float((n / w).min()))
-        estimate = 1.0 - risk / float(w.sum())
-        return AccuracyEstimate(estimate, max(0.0, 1.0 - high - blind), min(1.0, 1.0 - low))
+        return expected_accuracy(traffic, self._accepted_start, self._wrong_start, check_share(level, "level"))
 
     def merge(self, *others: DriftMonitor) -> DriftMonitor:
         """Return a monitor of several workers' streams; further updates of it continue the first stream.
@@ -349,7 +252,7 @@ class DriftMonitor:
         lowest, at = path.min(axis=0), path.argmin(axis=0)
         lower = lowest <= state["low"]
         small = state["small"] + np.stack([p <= _SMALL, p >= 1.0 - _SMALL], axis=1).cumsum(axis=0)
-        traffic = (state["cells"] - self._cell_start)[None] - _counts_after(cell, len(self._classes))
+        traffic = (state["cells"] - self._cell_start)[None] - counts_after(cell, len(self._classes))
         counts = np.concatenate([np.repeat(small, POWERS // 2, axis=1), np.repeat(traffic, len(GAINS), axis=1)], axis=1)
         state["low"][lower] = lowest[lower]
         state["low_at"][lower] = seen + at[lower] + 1
@@ -394,21 +297,3 @@ def _cells(labels: LabelCalibration, head: TrustHead) -> tuple[Int[Array, "K"], 
         if inside >= least and rest >= least:
             cell, inside = cell + 1, 0.0
     return cell_of, codes
-
-
-def _counts_after(cell: Int[Array, "T"], cells: int) -> Int[Array, "T P"]:
-    """Points of each cell after each position."""
-    taken = (cell[:, None] == np.arange(cells)).astype(np.int64)
-    return taken.sum(axis=0) - taken.cumsum(axis=0)
-
-
-def _poisson_interval(risk: float, bound: float) -> tuple[float, float]:
-    """Least and largest r with risk * log(risk / r) - risk + r <= bound."""
-    ends = []
-    for inside, outside in ((risk, 0.0), (risk, risk + 2 * bound + math.sqrt(2 * bound * risk))):
-        for _ in range(60):
-            r = (inside + outside) / 2
-            near = r == 0.0 or (risk * math.log(risk / r) if risk > 0 else 0.0) - risk + r <= bound
-            inside, outside = (r, outside) if near else (inside, r)
-        ends.append(outside)
-    return ends[0], ends[1]

@@ -1,16 +1,18 @@
 r"""Rows whose label the rest of the data contradict, ranked, with a false discovery rate.
 
-Every row is scored by models that were fitted without it. Three sources each give evidence :math:`e_{jc}` for every
+Every row is scored by models that were fitted without it. Four sources each give evidence :math:`e_{jc}` for every
 class c of a row: Student's t densities of the classes (:mod:`sepc_torch.head.densities`), the share of the class among
-the nearest rows, and the network's logits if they are given. Evidence is the log share of a class, and for densities
-and logits, whose shares are often too extreme, also asinh of their log odds. The evidence is pooled:
+the nearest rows, its share by linear regression (:mod:`sepc_torch.head.ridge`), and the network's logits if they are
+given. Evidence is the log share of a class, and for densities and logits, whose shares are often too extreme, also
+asinh of their log odds; for linear regression it is the share itself. The evidence is pooled:
 
 .. math:: s_c = \mathrm{softmax}_c \sum_j w_j e_{jc}, \qquad
     P(\text{label } y \mid z) = (1 - \varepsilon) s_y + \varepsilon \frac{1 - s_y}{C - 1}.
 
 The weights :math:`w_j \ge 0` and the share :math:`\varepsilon` of wrong labels maximise the likelihood of the given
 labels. The softmax :math:`s` is then the distribution of the right label: the second term accounts for the wrong ones.
-A second round fits densities and neighbours without the rows that the first round found more likely wrong than right.
+A second round fits densities, neighbours and regression without the rows that the first round found more likely wrong
+than right.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.densities import fit_densities
 from sepc_torch.head.projection import fit_projection
+from sepc_torch.head.ridge import ridge_shares
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 # What an error message calls this module.
@@ -209,10 +212,10 @@ def _without(doubtful: Bool[Array, "N"], codes: Int[Array, "N"], fold: Int[Array
 def _out_of_fold(
     points: Float[Array, "N D"], codes: Int[Array, "N"], fold: Int[Array, "N"], kept: Bool[Array, "N"]
 ) -> dict[str, Float[Array, "N C"]]:
-    """Evidence of densities and neighbours for every class of every row, fitted to the kept rows of other folds."""
+    """Evidence for every class of every row, without logits, fitted to the kept rows of other folds."""
     classes = int(codes.max()) + 1
     regions = np.empty((len(codes), classes))
-    neighbours = np.empty_like(regions)
+    neighbours, linear = np.empty_like(regions), np.empty_like(regions)
     for k in range(fold.max() + 1):
         fitted, out = (fold != k) & kept, fold == k
         project = fit_projection(points[fitted], codes[fitted], _MAX_DIRECTIONS, None, "pca", torch.float64)
@@ -222,8 +225,9 @@ def _out_of_fold(
         )
         regions[out] = densities(torch.from_numpy(coordinates[out])).numpy()
         neighbours[out] = np.log(_votes(points[out], points[fitted], codes[fitted], classes))
+        linear[out] = ridge_shares(points[fitted], codes[fitted], classes, points[out])
     regions_too = {"regions": _log_share(regions), "regions (asinh)": _asinh_odds(regions)}
-    return regions_too | {"neighbours": neighbours}
+    return regions_too | {"neighbours": neighbours, "linear": linear}
 
 
 def _votes(

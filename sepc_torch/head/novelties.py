@@ -14,6 +14,9 @@ from sepc_torch.shapes import Bool, Float
 
 # Relative rounding error of products of p-values and ranks.
 _ROUNDING = 1e-12
+# Batches of fewer samples do not estimate the share of ordinary samples: the estimate adds one sample, which costs more
+# than it gains.
+_LEAST_BATCH = 20
 
 
 class Novelties(NamedTuple):
@@ -26,6 +29,7 @@ class Novelties(NamedTuple):
         threshold: The largest p-value that is declared novel; 0 if none is.
         least: The least number of novelties in such a batch that the calibration points can show. With fewer, nothing
             is declared novel, because a p-value is at least 1 / (M + 1) for M ranked calibration points.
+        ordinary: Estimated share of ordinary samples in the batch, too large on average; 1 for fewer than 20 samples.
     """
 
     novel: Bool[Tensor, "B"]
@@ -33,24 +37,34 @@ class Novelties(NamedTuple):
     p_value: Float[Tensor, "B"]
     threshold: float
     least: int
+    ordinary: float
 
 
 def find_novelties(p_value: Float[Tensor, "B"], ranked: int, fdr: float) -> Novelties:
-    r"""Declare samples novel by the procedure of Benjamini and Hochberg on conformal p-values.
+    r"""Declare samples novel by the procedure of Benjamini and Hochberg on conformal p-values, with Storey's estimate.
 
     .. math:: \mathrm{FDR} = E\left[\frac{\#\{\text{ordinary samples declared novel}\}}
-        {\max(1, \#\{\text{samples declared novel}\})}\right] \le \alpha \frac{m_0}{m}
+        {\max(1, \#\{\text{samples declared novel}\})}\right] \le \alpha
 
-    for m samples, :math:`m_0` of them ordinary: drawn, like the M ranked calibration points, from one distribution.
+    for ordinary samples drawn, like the M ranked calibration points, from one distribution. The procedure declares the
+    R smallest p-values novel, for the largest R with :math:`p_{(R)} \le \alpha R / (m \hat\pi)`. Of m samples,
+    :math:`\hat\pi = \frac{1 + \#\{i : p_i \ge \lambda\}}{m (1 - \lambda)}` estimates the share of ordinary ones,
+    with :math:`\lambda = K / (M + 1)`, about one half. In batches of fewer than 20 samples :math:`\hat\pi` is 1, and
+    the rate is at most :math:`\alpha m_0 / m` for :math:`m_0` ordinary samples.
 
-    Proof. All p-values share the calibration points, but they are positively dependent (PRDS: Bates, Candès, Lei,
-    Romano and Sesia 2023, Annals of Statistics 51). Directly: fix an ordinary sample j, the set W of its score and the
-    M calibration scores without their order, and all other scores. Every order of W is equally likely, so
-    :math:`P(p_j \le u \mid W) \le u`. If the score of j falls within W, :math:`p_j` rises, and a larger score
-    returns to the calibration points, so no other p-value falls. The number R of discoveries is thus a non-increasing
-    function :math:`r(p_j)`. Let :math:`p^*` be the largest value with :math:`p^* \le \alpha r(p^*) / m`. Then
-    :math:`E[1\{p_j \le \alpha R / m\} / R \mid W] \le P(p_j \le p^* \mid W) / r(p^*) \le p^* / r(p^*) \le \alpha / m`,
-    and the sum over the ordinary samples is the bound. Ties only raise p-values.
+    Proof. All p-values share the calibration points, but this does not matter (Bates, Candès, Lei, Romano and Sesia
+    2023, Annals of Statistics 51). (1) Fix an ordinary sample j, the set W of its score and the M calibration scores
+    without their order, and all other scores. Every order of W is equally likely, so :math:`P(p_j \le u \mid W) \le u`.
+    (2) If the score of j falls within W, :math:`p_j` rises, and a larger score returns to the calibration points, so no
+    other p-value falls. R and :math:`1 / \hat\pi` are thus non-increasing functions of :math:`p_j`. (3) Let
+    :math:`p^*` be the largest value with :math:`p^* \le \alpha R(p^*) / (m \hat\pi(p^*))`. Then
+    :math:`E[1\{j \text{ declared}\} / R \mid W] \le P(p_j \le p^* \mid W) / R(p^*) \le \alpha / (m \hat\pi(p^*)) \le
+    \alpha (1 - \lambda) / (1 + N)`, where N counts the other ordinary samples with :math:`p_i \ge \lambda` when j has
+    the largest score of W: those at or below the K-th largest of W. (4) Given W, N is binomial,
+    :math:`\mathrm{Bin}(m_0 - 1, \theta)`, so :math:`E[1 / (1 + N)] \le E[1 / \theta] / m_0`. The distribution
+    function at the K-th largest of M + 1 points is :math:`\mathrm{Beta}(M + 2 - K, K)`, and
+    :math:`E[1 / \theta] = \frac{M + 1}{M + 1 - K} = \frac{1}{1 - \lambda}`. (5) Each of the :math:`m_0` ordinary
+    samples contributes at most :math:`\alpha / m_0`. Ties only raise p-values.
 
     Args:
         p_value: Conformal p-values of the samples, all from the same calibration points.
@@ -66,9 +80,17 @@ def find_novelties(p_value: Float[Tensor, "B"], ranked: int, fdr: float) -> Nove
     # A p-value is a multiple of 1 / (M + 1), which float32 rounds.
     exact = (p_value.detach().cpu().double() * (ranked + 1)).round() / (ranked + 1)
     if not len(exact):
-        return Novelties(torch.zeros(0, dtype=torch.bool), exact, exact, 0.0, 0)
-    adjusted = torch.from_numpy(control(exact.numpy(), method="bh"))
+        return Novelties(torch.zeros(0, dtype=torch.bool), exact, exact, 0.0, 0, 1.0)
+    ordinary = _ordinary_share(exact, ranked) if len(exact) >= _LEAST_BATCH else 1.0
+    # Unlike p-values, the products can exceed one.
+    adjusted = (torch.from_numpy(control(exact.numpy(), method="bh")) * ordinary).clamp_max(1.0)
     novel = adjusted <= fdr * (1.0 + _ROUNDING)
     threshold = float(exact[novel].max()) if bool(novel.any()) else 0.0
-    least = math.ceil(len(exact) / (fdr * (ranked + 1)) * (1.0 - _ROUNDING))
-    return Novelties(novel, adjusted, exact, threshold, least)
+    least = math.ceil(len(exact) * ordinary / (fdr * (ranked + 1)) * (1.0 - _ROUNDING))
+    return Novelties(novel, adjusted, exact, threshold, least, ordinary)
+
+
+def _ordinary_share(p_value: Float[Tensor, "B"], ranked: int) -> float:
+    """Storey's estimate; it is not cut at one, since the proof counts on batches where it is larger."""
+    half = (ranked + 1) // 2 / (ranked + 1)
+    return float(1 + (p_value >= half * (1.0 - _ROUNDING)).sum()) / (len(p_value) * (1.0 - half))
