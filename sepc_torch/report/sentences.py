@@ -38,11 +38,23 @@ def number(count: int | float) -> str:
     return f"{round(count):,}".replace(",", "\u202f")
 
 
-def verdict(totals: Totals, promise: Promise | None, drift: str | None) -> list[str]:
-    """The verdict: how much is accepted under which promise, what was found, and whether anything drifts."""
+def verdict(totals: Totals, promise: Promise | None, drift: str | None, age: float = 0.0) -> list[str]:
+    """The verdict: how much is accepted under which promise, what was found, and whether anything drifts.
+
+    Args:
+        totals: The counts of the rows.
+        promise: The promise of the head.
+        drift: A sentence about drift.
+        age: The head's ``calibration_age``: the share of its training points that changed since the calibration.
+    """
     first = f"The head accepts {percent(totals.coverage)} of {number(totals.rows)} labels"
     first += f" and promises that {promise}." if promise is not None else "; its file does not say what was promised."
     found = [first, _found(totals, promise)]
+    if age:
+        found.append(
+            f"The calibration is stale: {percent(age)} of the training points were added or forgotten since, and the "
+            "promise is that of the head before."
+        )
     return [*found, drift] if drift is not None else found
 
 

@@ -119,7 +119,7 @@ def summarise(
         title=title,
         earlier=list(earlier),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        verdict=verdict(found, head.promise, None if drift is None else drift.sentence),
+        verdict=verdict(found, head.promise, None if drift is None else drift.sentence, head.calibration_age),
         promised_risk=None if head.promise is None else head.promise.risk,
         totals=found,
         risk=risk_section(rows, head),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ def exported_program(head: TrustHead, *, logits: bool | None = None) -> torch.ex
         head: The head.
         logits: Whether the graph takes logits; by default if the head was calibrated with logits.
     """
+    _check_exportable(head)
     if logits is None:
         logits = head.calibration is not None and head.calibration.network.done
     on_cpu = copy.deepcopy(head).cpu()
@@ -70,20 +75,49 @@ def write_pt2(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | N
 
 def write_onnx(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
     """Write a head as an ONNX file; see :meth:`TrustHead.to_onnx`."""
+    for package in ("onnx", "onnxscript"):  # before the trace, which takes long
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"Writing ONNX needs the package {package}: pip install 'sepc_torch[onnx]'.", name=package
+            )
     program = exported_program(head, logits=logits)
-    made = torch.onnx.export(
-        program,
-        input_names=["z", "logits"][: len(program.graph_signature.user_inputs)],
-        output_names=list(HeadPrediction._fields),
-        opset_version=OPSET,
-        dynamo=True,
-        optimize=False,  # ONNX Runtime optimises the graph when it loads the file, in less time
-        verbose=False,
-    )
+    with _without_notes():
+        made = torch.onnx.export(
+            program,
+            input_names=["z", "logits"][: len(program.graph_signature.user_inputs)],
+            output_names=list(HeadPrediction._fields),
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,  # ONNX Runtime optimises the graph when it loads the file, in less time
+            verbose=False,
+        )
     assert made is not None  # None only if a file is given
+    for node in made.model.graph.all_nodes():
+        node.metadata_props.clear()  # how torch made the node: most of the file's bytes, and no use to a reader
     made.model.metadata_props.update({name: json.dumps(value) for name, value in _description(head).items()})
     with files.replacing(Path(path)) as temporary:
         made.save(temporary)
+
+
+def _check_exportable(head: TrustHead) -> None:
+    """Raise ValueError for a head whose decisions need more than embeddings and logits."""
+    if head.calibration is not None and len(head.calibration.own.group_threshold):
+        raise ValueError(
+            "This head accepts by given groups (accept_at(by=array)), and an exported graph takes no groups. Call "
+            "accept_at without by, or with by='predicted' or by='region', and export again."
+        )
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Context without torch's notes on operators of packages that are not installed; the graph needs none of them."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _description(head: TrustHead) -> dict[str, Any]:

@@ -7,9 +7,11 @@ operators; each has the name and the arguments of its operator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -151,14 +153,12 @@ def log_densities(
     classes: int,
 ) -> Float[Tensor, "B C"]:
     """Log density of each class, from the distances to all regions."""
-    with StandardOperators():  # the context does not reach into its own replacements
-        return mixtures(distance.double(), log_weight.double(), freedom.double(), codes, dim, classes)
+    return mixtures(distance.double(), log_weight.double(), freedom.double(), codes, dim, classes)
 
 
 def assess(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Calibrated values of labels."""
-    with StandardOperators():
-        return assess_plainly(*arguments)
+    return assess_plainly(*arguments)
 
 
 def _search(ordered: Tensor, values: Tensor) -> Int[Tensor, "*k B"]:
@@ -222,6 +222,7 @@ class StandardOperators(TorchFunctionMode):
     """Context in which a head computes with the standard operators that torch and ONNX share.
 
     This package's operators are replaced, and functions of torch that ONNX lacks or computes with less accuracy.
+    Numbers beside float64 tensors become float64 tensors: torch's ONNX exporter rounds plain numbers to float32.
 
     >>> x = torch.tensor([[1.0, 2.0]])
     >>> with StandardOperators():
@@ -233,4 +234,16 @@ class StandardOperators(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the replacement of a function, or the function itself."""
-        return _REPLACEMENTS.get(func, func)(*args, **(kwargs or {}))
+        if func in _REPLACEMENTS:
+            with self:  # a mode is off while it handles a call
+                return _REPLACEMENTS[func](*args, **(kwargs or {}))
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in args):
+            args = tuple(_exact(value) for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _exact(value: Any) -> Any:
+    """A finite number that float32 cannot represent as a float64 tensor; any other value as it is."""
+    if not isinstance(value, float) or not math.isfinite(value) or float(np.float32(value)) == value:
+        return value
+    return torch.tensor(value, dtype=torch.float64)
