@@ -101,11 +101,6 @@ SCRIPT = """
     x[7], logits[8], logits[9, 0] = np.nan, np.nan, -np.inf
     np.savez(sys.argv[1] + "/rows.npz", z=x.astype(np.float32), logits=logits.astype(np.float32))
 """
-DOUBLE = """
-    import sys
-    from sepc_torch import TrustHead
-    TrustHead.load(sys.argv[1] + "/head.safetensors").double().to_onnx(sys.argv[1] + "/double.onnx")
-"""
 # Reads the .pt2 file where this package cannot be imported.
 ALONE = """
     import json, sys
@@ -148,9 +143,9 @@ def rows(many: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: values[:10_000] for name, values in many.items()}
 
 
-def by_torch(folder: Path, rows: dict[str, np.ndarray], *, dtype: torch.dtype = torch.float32) -> HeadPrediction:
+def by_torch(folder: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
     """Answers of the head itself, which flags rows with NaN as graphs do under either policy."""
-    head = TrustHead.load(folder / "head.safetensors").to(dtype)
+    head = TrustHead.load(folder / "head.safetensors")
     head.sepc.nan_policy = "flag"
     return head(torch.from_numpy(rows["z"]), logits=torch.from_numpy(rows["logits"]))
 
@@ -189,30 +184,15 @@ def test_onnx_runtime_gives_the_answers_of_the_head(
 
 
 @pytest.mark.slow
-def test_onnx_of_a_float64_head_decides_and_ranks_identically(folder: Path, many: dict[str, np.ndarray]) -> None:
-    """Rounding errors of float64 are far below the distance of 100 000 rows to the nearest threshold or rank."""
-    run_python(DOUBLE, folder)
-    wide = {name: values.astype(np.float64) for name, values in many.items()}
-    got, want = by_onnx(folder / "double.onnx", wide), by_torch(folder, wide, dtype=torch.float64)
+def test_onnx_decides_and_ranks_identically(folder: Path, many: dict[str, np.ndarray]) -> None:
+    """Scores are in float64: their rounding errors are far below the distance of a row to a threshold or a rank."""
+    got, want = by_onnx(folder / "head.onnx", many), by_torch(folder, many)
     for name in ("label", "rule", "nearest", "runner_up", "network_label", "accept", "p_value", "class_p_value"):
         a, b = getattr(got, name).numpy(), getattr(want, name).numpy()
         np.testing.assert_array_equal(a, b, err_msg=name)
-    torch.testing.assert_close(got.strangeness, want.strangeness, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(got.joint, want.joint, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_onnx_of_a_float32_head_differs_at_the_edges_only(folder: Path, many: dict[str, np.ndarray]) -> None:
-    """A row may be decided or ranked differently only if its score is at the edge within the resolution."""
-    got, want = by_onnx(folder / "head.onnx", many), by_torch(folder, many)
-    head = TrustHead.load(folder / "head.safetensors")
-    assert head.calibration is not None
-    threshold, ranked = head.calibration.network.threshold, len(head.calibration.network.held_joint)
-    edge = (want.joint.double().logit() - threshold.logit()).abs() <= RESOLUTION * (1.0 + threshold.logit().abs())
-    assert not bool(((got.accept != want.accept) & ~edge).any())
-    apart = (got.p_value - want.p_value).nan_to_num(0.0).abs()
-    assert float(apart.max()) <= 1.01 / (ranked + 1)
-    assert int((apart > 0).sum()) <= 20  # rounding errors of 1e-5, 30 ranks: about one row in 10 000 is at an edge
+    # The nearest reference point is searched in float32: of two that are equally near to its accuracy, either is found.
+    torch.testing.assert_close(got.strangeness, want.strangeness, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.joint, want.joint, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

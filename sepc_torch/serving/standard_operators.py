@@ -244,6 +244,7 @@ class StandardOperators(TorchFunctionMode):
 
 def _exact(value: Any) -> Any:
     """A finite number that float32 cannot represent as a float64 tensor; any other value as it is."""
-    if not isinstance(value, float) or not math.isfinite(value) or float(np.float32(value)) == value:
+    if not isinstance(value, float) or not math.isfinite(value):
         return value
-    return torch.tensor(value, dtype=torch.float64)
+    within = abs(value) <= torch.finfo(torch.float32).max
+    return value if within and float(np.float32(value)) == value else torch.tensor(value, dtype=torch.float64)
