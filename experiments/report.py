@@ -23,6 +23,7 @@ from panel_tables import chosen_without, defaults, panel, summary
 from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
 from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
+from readme_table import overview
 from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
 
 ROOT = RESULTS.parents[1]
@@ -129,7 +130,6 @@ def same_numbers(before: str, after: str) -> bool:
 
 PAPER_PAGE = ROOT / "docs" / "paper.md"
 PAGES: dict[str, dict[str, Section]] = {
-    "README.md": {"summary": Section(summary, ("trust_panel",))},
     "docs/panel.md": {
         "summary": Section(summary, ("trust_panel",)),
         "panel": Section(panel, ("trust_panel",)),
@@ -162,8 +162,9 @@ PAGES: dict[str, dict[str, Section]] = {
         "nearest": Section(nearest, ("nearest",)),
     },
 }
-# Generated sections that show no numbers of one measurement, and need no line on it.
+# Generated sections without a line on each measurement: README.md links docs/results.md, which has all of them.
 PLAIN: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"overview": overview},
     "docs/paper.md": {"figures": lambda: figures(reproductions(), FIGURES, PAPER_PAGE)},
     "docs/results.md": {"results": lambda: provenance_table(all_results(), SOURCES)},
 }

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sepc_torch.training.lightning import TrustMonitor as TrustMonitor
     from sepc_torch.trust_classifier import TrustClassifier as TrustClassifier
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "SEPC": "model.sepc",

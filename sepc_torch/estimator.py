@@ -60,7 +60,7 @@ class SEPClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # sci
         The labels, sorted.
     n_features_in_ : int
         Number of features seen in ``fit``.
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (n_features,)
         Names of the features, if ``X`` has column names that are all strings.
     partition_ : Partition
         The ellipsoids and their counts; prints as a table.

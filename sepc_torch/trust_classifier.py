@@ -93,7 +93,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         The labels, in the order of ``predict_proba``.
     n_features_in_ : int
         Number of features seen in ``fit``.
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (n_features,)
         Names of the features, if ``X`` has column names that are all strings.
 
     Notes

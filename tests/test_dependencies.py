@@ -1,4 +1,4 @@
-"""Pins: every requirement of pyproject.toml has one exact version in constraints.txt, in the range that is stated."""
+"""Requirements: each has one exact version in constraints.txt, in the range that is stated. Version of the release."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement  # pytest needs packaging too
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import sepc_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -61,3 +64,19 @@ def test_the_extra_all_names_every_other_extra() -> None:
 def test_the_makefile_installs_the_pinned_torch() -> None:
     (version,) = re.findall(r"torch==(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert [pinned(pin) for pin in pins() if pin.name == "torch"] == [Version(version)]
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == sepc_torch.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    # What the schema of the Citation File Format, version 1.2.0, requires.
+    assert citation["cff-version"] == "1.2.0"
+    assert {"title", "message", "authors"} <= citation.keys()
+    assert all({"name"} <= author.keys() or {"family-names"} <= author.keys() for author in citation["authors"])
+
+
+def test_the_newest_heading_of_the_changelog_is_this_version() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert headings[0] in {sepc_torch.__version__, "Unreleased"}
+    assert sepc_torch.__version__ in headings

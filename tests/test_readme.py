@@ -1,8 +1,12 @@
-"""Code, links and length of README.md and the documentation pages."""
+"""Code, links, length and pictures of README.md, the documentation pages and the gallery; the site builds."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +18,13 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "experiments" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# Pages whose code takes more than ten seconds.
-SLOW = {"README.md", "docs/active_learning.md"}
-# A README that takes five minutes to read.
-MOST_WORDS = 1400
+GALLERY = sorted((ROOT / "docs" / "gallery").glob("*.py"))
+# Pages whose code takes more than about three seconds.
+SLOW = {"README.md", "docs/active_learning.md", "docs/quickstart_table.md", "docs/report.md", "docs/solvers.md"}
+# A README that takes four minutes to read.
+MOST_WORDS = 900
 
 
 def blocks(page: Path) -> list[str]:
@@ -54,14 +59,14 @@ def test_code_of_a_page_runs(
         exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
     printed = capsys.readouterr().out
     assert printed
-    if page == README:
-        assert "right among the accepted" in printed
-        assert "the head accepts" in printed
+    for shown in re.findall(r"```text\n(.*?)```", page.read_text(), flags=re.S):
+        # Percentages may differ by machine, since a network's optimiser rounds differently.
+        assert re.sub(r"\d+%", "%", shown) in re.sub(r"\d+%", "%", printed)
 
 
 def test_readme_shows_the_main_path() -> None:
     code = "\n".join(blocks(README))
-    for call in ("TrustHead.fit(", "head.calibrate(", "head.accept_at(risk=", "out.accept", "TrustClassifier("):
+    for call in ("TrustHead.fit(", ".calibrate(", "head.accept_at(risk=", "out.accept", "TrustClassifier("):
         assert call in code, call
 
 
@@ -78,6 +83,57 @@ def test_links_and_pictures_exist(page: Path) -> None:
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
-def test_readme_links_every_page() -> None:
-    linked = re.findall(r"\]\((docs/\w+\.md)\)", README.read_text())
-    assert set(linked) == {name(page) for page in (ROOT / "docs").glob("*.md")}
+def test_the_index_leads_to_every_page() -> None:
+    """Every page is in a table of contents; Sphinx only warns."""
+    listed = set()
+    for page in (ROOT / "docs").rglob("*.md"):
+        for tree in re.findall(r"```{toctree}\n(.*?)```", page.read_text(), flags=re.S):
+            entries = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            named = [re.fullmatch(r"(?:.* <)?([\w/]+)>?", entry) for entry in entries]
+            listed |= {page.parent / f"{found[1]}.md" for found in named if found}
+    assert listed == set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "index.md"}
+
+
+def test_readme_links_the_site() -> None:
+    assert "](docs/index.md)" in README.read_text()
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    """Without the API reference, whose imports take most of the time; make docs builds all of it."""
+    pages = ["-D", "exclude_patterns=api/*", "-D", "suppress_warnings=toc.excluded"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", *pages, str(ROOT / "docs"), str(tmp_path)]
+    found = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600
+    )
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+def test_the_gallery_shows_every_script() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    assert len(GALLERY) == 6
+    for script in GALLERY:
+        assert len(script.read_text().splitlines()) < 60
+        assert f"gallery/{script.name}" in page
+        assert f"gallery/{script.stem}.png" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", GALLERY, ids=lambda path: path.name)
+def test_a_script_of_the_gallery_draws(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SEPC_DATA", raising=False)  # the stand-in is as good a test, and smaller
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "picture.png")])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_pictures_of_the_numbers(tmp_path: Path) -> None:
+    draw = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
+    written = draw["draw_all"](tmp_path, steps=21)
+    assert {path.name for path in written} == {path.name for path in (ROOT / "docs" / "pictures").glob("*.png")}
