@@ -26,10 +26,11 @@ from peer_names import PEERS
 from torch import Tensor
 from trust_panel import fitted, groups, joint, peer_scores, tensor
 
+from sepc_torch.head.assess import joint_score
 from sepc_torch.head.calibration_set import calibration_set
 from sepc_torch.head.confidence import Confidence
 from sepc_torch.head.evidence import with_energy, with_softmax
-from sepc_torch.head.label_calibration import UNKNOWN_ODDS, joint_score
+from sepc_torch.head.label_calibration import UNKNOWN_ODDS
 from sepc_torch.head.strangeness import TAIL_FRACTION, Strangeness
 from sepc_torch.head.temperature import fit_temperature
 from sepc_torch.metrics import scod_aurc, unknown_auroc

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from gpu_tables import gpu
 from harness import FIGURES, RESULTS, SOURCES
+from head_tables import head_speed
 from markdown_tables import load, table
 from novelty_tables import label_errors, novelties
 from panel_tables import chosen_without, defaults, panel, summary
@@ -138,6 +139,7 @@ PAGES: dict[str, dict[str, Section]] = {
     },
     "docs/speed.md": {
         "inference": Section(inference, ("bench_inference",)),
+        "head": Section(head_speed, ("bench_head",)),
         "gpu": Section(gpu, ("bench_gpu",)),
         "partitions": Section(partitions, ("bench_partition",)),
         "many-classes": Section(many_classes, ("bench_classes",)),

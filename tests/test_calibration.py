@@ -11,10 +11,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
+from sepc_torch.head.assess import joint_score
 from sepc_torch.head.calibration import Calibration
 from sepc_torch.head.confidence import Confidence, fit_logistic
 from sepc_torch.head.evidence import EvidenceValues
-from sepc_torch.head.label_calibration import LabelCalibration, joint_score
+from sepc_torch.head.label_calibration import LabelCalibration
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

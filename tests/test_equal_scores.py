@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.head.label_calibration import RESOLUTION, LabelCalibration, separated
+from sepc_torch.head.calibration_tables import RESOLUTION
+from sepc_torch.head.label_calibration import LabelCalibration, separated
 
 Rng = np.random.Generator
 # Whether random points can promise a risk is not the question of these tests.

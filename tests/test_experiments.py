@@ -412,7 +412,15 @@ def test_every_section_names_the_results_that_it_shows(monkeypatch: pytest.Monke
         found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
         return found
 
-    for module in ("tables", "panel_tables", "gpu_tables", "paper_tables", "promise_tables", "novelty_tables"):
+    for module in (
+        "tables",
+        "panel_tables",
+        "gpu_tables",
+        "head_tables",
+        "paper_tables",
+        "promise_tables",
+        "novelty_tables",
+    ):
         monkeypatch.setattr(f"{module}.load", recording)
     for sections in report.PAGES.values():
         for name, section in sections.items():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sepc_torch import HeadPrediction, TrustHead
-from sepc_torch.head.label_calibration import RESOLUTION
+from sepc_torch.head.calibration_tables import RESOLUTION
 from sepc_torch.serving.standard_operators import StandardOperators
 
 pytestmark = pytest.mark.slow

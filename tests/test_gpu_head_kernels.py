@@ -91,8 +91,8 @@ def test_kernels_equal_plain_torch(
             assert int((getattr(out, name) != getattr(expected, name)).nan_to_num(0).sum()) <= 20, name
         for name in ("confidence", "joint"):
             assert torch.allclose(getattr(out, name), getattr(expected, name), atol=1e-4)
-        scores = (values.strangeness.clamp_max(1e30) for values in (out, expected))
-        assert torch.allclose(*scores, rtol=1e-3, atol=1e-3)
+        score, score_of_torch = (values.strangeness.clamp_max(1e30) for values in (out, expected))
+        assert torch.allclose(score, score_of_torch, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("classes", [3, 12])

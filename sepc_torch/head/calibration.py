@@ -41,6 +41,11 @@ class Calibrated(NamedTuple):
     joint: Float[Tensor, "B"]
     accept: Bool[Tensor, "B"]
 
+    def to(self, dtype: torch.dtype) -> Calibrated:
+        """The numbers in another dtype."""
+        confidence, p_value, class_p_value, nonconformity, joint = (column.to(dtype) for column in self[:-1])
+        return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, self.accept)
+
 
 class Calibration(nn.Module):
     """Calibration of a head: one for the network's labels, which uses logits, and one for the head's own labels.
@@ -145,7 +150,8 @@ class Calibration(nn.Module):
         if labels.done and (logits is not None or own):
             least = labels.least_score(label.clamp_min(0), region, group)
             columns, accept = assess(measured, logits, label, invalid, least, labels.tables())
-            return Calibrated(*columns.unbind(), accept)
+            confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
+            return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
         # Labels without a calibration: p-values are those of the point alone.
         nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)
         columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables())

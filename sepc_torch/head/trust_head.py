@@ -324,7 +324,7 @@ class TrustHead(nn.Module):
         found = self.calibration(
             self.evidence.measure(z), label, invalid, logits, own=own, region=places[0], group=places[1]
         )
-        return Calibrated(*(column.to(z.dtype) for column in found[:-1]), found.accept)
+        return found.to(z.dtype)
 
     def graphed(self, rows: int, *, logits: bool = True) -> GraphedHead:
         """Record the head as a CUDA graph for batches of at most ``rows`` rows; the result is called like the head.

@@ -169,6 +169,6 @@ def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tens
     )  # fmt: skip
     _launch_distance(
         (-(-points // _DISTANCE_ROWS), classes, 1), (dim, aligned(z), classes == 1, classes % 16 == 0),
-        (z, offsets, tables.index, tables.classes, best, place, distance, index, points, dim, z.stride(0), classes),
+        (z, offsets, tables.number, tables.classes, best, place, distance, index, points, dim, z.stride(0), classes),
         (block, blocks, _DISTANCE_ROWS), num_warps=4,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 
     ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half`` (T n)
-    holds half of the squared length of every point, infinite where a tile is filled up. ``index`` (T n) holds the
+    holds half of the squared length of every point, infinite where a tile is filled up. ``number`` (T n) holds the
     number of every point. ``chunks`` (Q + 1) holds the first tile of every chunk, ``classes`` (C + 1) the first chunk
     of every class. ``scale`` (1,) is a power of two.
     """
@@ -43,7 +43,7 @@ class SearchTables(NamedTuple):
     high: Tensor
     low: Tensor
     half: Float[Tensor, "N"]
-    index: Int[Tensor, "N"]
+    number: Int[Tensor, "N"]
     chunks: Int[Tensor, "Q"]
     classes: Int[Tensor, "C"]
     scale: Float[Tensor, "1"]
@@ -55,7 +55,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), [1, 3])
     >>> tables.high.shape, tables.chunks.tolist(), tables.classes.tolist()
     (torch.Size([2, 16, 16]), [0, 1, 2], [0, 1, 2])
-    >>> tables.index.view(2, 16)[:, :3].tolist()
+    >>> tables.number.view(2, 16)[:, :3].tolist()
     [[0, 0, 0], [1, 2, 2]]
     """
     dim, block = points.shape[1], block_size(points.shape[1])
@@ -84,7 +84,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
         high=high.contiguous(),
         low=(numbers - high.double()).half().contiguous(),
         half=torch.where(beyond, torch.inf, half).float(),
-        index=index.int(),
+        number=index.int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
         classes=torch.nn.functional.pad(per_class.cumsum(0), (1, 0)).int().to(points.device),
         scale=scale.float(),

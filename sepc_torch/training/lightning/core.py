@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sepc_torch.head.drift import DriftReport
+from sepc_torch.head.drift_report import DriftReport
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.partitioning.landscape import SmallDisjunct
 from sepc_torch.training import LabelPool

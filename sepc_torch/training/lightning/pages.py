@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sepc_torch.head.drift import DriftReport
+from sepc_torch.head.drift_report import DriftReport
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.training.lightning.stage_results import StageResult
 from sepc_torch.training.subsets import random_subset

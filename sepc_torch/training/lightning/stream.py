@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import distributed as dist
 
-from sepc_torch.head.drift import DriftMonitor, DriftReport
+from sepc_torch.head.drift import DriftMonitor
+from sepc_torch.head.drift_report import DriftReport
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.training.assessment import is_calibrated

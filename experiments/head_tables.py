@@ -1,0 +1,102 @@
+"""Table of a whole head's speed in docs/speed.md, from the JSON of ``bench_head.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown_tables import load, table
+
+# The goals of the benchmark, in milliseconds: by rows on the GPU, by rows on the CPU, one row from a CUDA graph.
+GPU_GOALS = {1: 0.6, 65_536: 4.0, 2**20: 45.0}
+CPU_GOALS = {1: 2.0, 1024: 100.0}
+GRAPH_GOAL = 0.06
+# Fields that decide or promise.
+DECISIONS = ("label", "trust", "rule", "nearest", "network_label", "accept")
+
+
+def head_speed() -> str:
+    parts = load("bench_head")["parts"]
+    text = [on_gpu(parts["gpu"]), exact(parts["exactness"]), compiled(parts["compile"])]
+    if "cpu" in parts:
+        text.append(on_cpu(parts["cpu"]))
+    return "\n\n".join(text)
+
+
+def on_gpu(part: dict[str, Any]) -> str:
+    rows = [
+        [
+            spaced(r["rows"]),
+            with_goal(r["head"], GPU_GOALS.get(r["rows"])),
+            f"{r['graph']:.2f} ms" if "graph" in r else "",
+            f"{r['plain']:.3g} ms",
+            f"{r['classifier']:.3g} ms",
+            f"{r['nearest']:.3g} ms",
+            f"{r['bytes'] / 2**20:.0f} MiB",
+        ]
+        for r in part["rows"]
+    ]
+    header = [
+        "rows",
+        "head",
+        "from a CUDA graph",
+        "without kernels",
+        "classifier alone",
+        "`cdist` and softmax",
+        "memory",
+    ]
+    size = f"{part['ellipsoids']} ellipsoids in {part['dims']} dimensions, {spaced(part['reference_points'])}"
+    return (
+        f"A calibrated head with logits on an {part['device']} ({size} reference points of 64 features), from the call "
+        "to the result. Memory is the largest beyond inputs and results. In brackets the goal, where it is missed; one "
+        f"row from a CUDA graph should take {GRAPH_GOAL} ms:\n\n{table(header, rows)}"
+    )
+
+
+def exact(part: dict[str, Any]) -> str:
+    heads = part["heads"]
+    decided = sum(head["without_kernels"][name] for head in heads for name in DECISIONS)
+    ranked = sum(head["without_kernels"]["p_value"] for head in heads)
+    moved = sum(head["batches"][name] for head in heads for name in (*DECISIONS, "p_value", "class_p_value", "joint"))
+    return (
+        f"On {spaced(part['rows'])} rows of each of {len(heads)} heads, kernels change {decided or 'no'} decisions "
+        f"(labels, rules, trust, nearest ellipsoid, `accept`) and {spaced(ranked)} p-values, by a rank: their "
+        "distances are accurate to float32, those of plain torch to float64. Batches of 1 to 1000 rows give the "
+        f"decisions, p-values and joint scores of one large batch in every row ({moved} differ of "
+        f"{spaced(part['compared_in_batches'])} rows of each head). Distances and margins of the classifier can differ "
+        "in their last digit."
+    )
+
+
+def compiled(part: dict[str, Any]) -> str:
+    same = "every field equals the plain call's" if not part["unequal"] else f"these fields differ: {part['unequal']}"
+    return (
+        f"`torch.compile(head, dynamic=True)` there takes {part['first_s']:.0f} s for the first call and "
+        f"{part['other_size_s']:.1f} s for the first batch of another size, of which our kernels take the most: torch "
+        f"compiles nothing again, and {same}."
+    )
+
+
+def on_cpu(part: dict[str, Any]) -> str:
+    rows = [
+        [
+            spaced(r["rows"]),
+            with_goal(r["head"], CPU_GOALS.get(r["rows"])),
+            f"{r['classifier']:.3g} ms",
+            f"{r['nearest']:.3g} ms",
+            f"{r['brute']:.3g} ms",
+        ]
+        for r in part["rows"]
+    ]
+    header = ["rows", "head", "classifier alone", "`cdist` and softmax", "scikit-learn, brute force"]
+    return (
+        f"On one CPU thread, with {part['ellipsoids']} ellipsoids in {part['dims']} dimensions and "
+        f"{spaced(part['reference_points'])} reference points of 64 features:\n\n{table(header, rows)}"
+    )
+
+
+def with_goal(ms: float, goal: float | None) -> str:
+    return f"{ms:.3g} ms" + (f" (goal {goal:g})" if goal is not None and ms > goal else "")
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
