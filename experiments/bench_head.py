@@ -9,8 +9,9 @@ compiling again.
     python experiments/bench_head.py --only cpu,compile
 
 ``nearest`` is the time of ``torch.cdist`` to the same reference points, its minimum, and softmax: the least that a
-score from neighbours costs in plain torch. ``brute`` is scikit-learn's brute-force search. ``classifier`` is the frozen
-classifier alone. ``plain`` is the head without kernels. The exactness part counts the rows in which the head with
+score from neighbours costs in plain torch. ``brute`` is scikit-learn's brute-force search, ``knn`` and ``vim`` are
+pytorch-ood's detectors, ``faiss`` is faiss's flat index, if it is installed. ``classifier`` is the frozen classifier
+alone. ``plain`` is the head without kernels. The exactness part counts the rows in which the head with
 kernels differs from the plain head, field by field, and the rows in which batches of other sizes differ.
 """
 
@@ -28,6 +29,7 @@ from unittest import mock
 import numpy as np
 import torch
 from harness import RESULTS, arguments, environment, write_results
+from lone_modules import lone_module
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
@@ -88,6 +90,19 @@ def nearest(points: Tensor, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.softmax(dim=1).amax(dim=1), torch.cat(parts)
 
 
+def faiss_search(points: Tensor) -> Callable[..., Any] | None:
+    """Exact search by faiss, if it is installed (pip install faiss-cpu)."""
+    try:
+        import faiss
+    except ModuleNotFoundError:
+        return None
+    faiss.omp_set_num_threads(1)
+    index = faiss.IndexFlatL2(points.shape[1])
+    index.add(points.numpy())
+    search: Callable[..., Any] = index.search
+    return search
+
+
 def size_of(head: TrustHead) -> dict[str, int]:
     assert head.evidence is not None
     return {
@@ -104,6 +119,11 @@ def on_the_cpu(seed: int, smoke: bool) -> dict[str, Any]:
     head = source.head(1000 if smoke else 20_000, 500 if smoke else 6000)
     assert head.evidence is not None
     points = head.evidence.reference_points.points
+    codes = head.evidence.reference_points.codes
+    knn = lone_module("pytorch_ood.detector.knn").KNN(None).fit_features(points, codes)
+    last = torch.from_numpy(source.weights).float()
+    vim = lone_module("pytorch_ood.detector.vim").ViM(None, d=32, w=last, b=torch.zeros(len(last)))
+    vim.fit_features(points, codes)
     brute = NearestNeighbors(n_neighbors=1, algorithm="brute").fit(points.numpy())
     found = []
     for rows in (1, 64) if smoke else (1, 1024):
@@ -113,7 +133,11 @@ def on_the_cpu(seed: int, smoke: bool) -> dict[str, Any]:
             "classifier": partial(head.sepc, head.projection(z)),
             "nearest": partial(nearest, points, z, logits),
             "brute": partial(brute.kneighbors, z.numpy()),
+            "knn": partial(knn.predict_features, z),
+            "vim": partial(vim.predict_features, z),
         }
+        if (search := faiss_search(points)) is not None:
+            calls["faiss"] = partial(search, z.numpy(), 1)
         times = {
             name: milliseconds(call, 3 if smoke else 200 if rows == 1 else 15, "cpu") for name, call in calls.items()
         }

@@ -10,6 +10,13 @@ from markdown_tables import load, table
 GPU_GOALS = {1: 0.6, 65_536: 4.0, 2**20: 45.0}
 CPU_GOALS = {1: 2.0, 1024: 100.0}
 GRAPH_GOAL = 0.06
+# Other methods on the CPU: a distance to the nearest of the same points, and ViM.
+CPU_PEERS = {
+    "brute": "scikit-learn, brute force",
+    "faiss": "faiss, flat",
+    "knn": "pytorch-ood, kNN",
+    "vim": "pytorch-ood, ViM",
+}
 # Fields that decide or promise.
 DECISIONS = ("label", "trust", "rule", "nearest", "network_label", "accept")
 
@@ -83,11 +90,11 @@ def on_cpu(part: dict[str, Any]) -> str:
             with_goal(r["head"], CPU_GOALS.get(r["rows"])),
             f"{r['classifier']:.3g} ms",
             f"{r['nearest']:.3g} ms",
-            f"{r['brute']:.3g} ms",
+            *(f"{r[name]:.3g} ms" if name in r else "" for name in CPU_PEERS),
         ]
         for r in part["rows"]
     ]
-    header = ["rows", "head", "classifier alone", "`cdist` and softmax", "scikit-learn, brute force"]
+    header = ["rows", "head", "classifier alone", "`cdist` and softmax", *CPU_PEERS.values()]
     return (
         f"On one CPU thread, with {part['ellipsoids']} ellipsoids in {part['dims']} dimensions and "
         f"{spaced(part['reference_points'])} reference points of 64 features:\n\n{table(header, rows)}"

@@ -281,6 +281,24 @@ def test_a_drift_summary_ends_the_verdict(reported: Reported, tmp_path: Path) ->
     assert found["verdict"][-1] == "Nothing drifts."
 
 
+def test_rows_are_compared_with_the_calibration_points(reported: Reported, tmp_path: Path) -> None:
+    """Rows drawn alike differ by chance only, in any order; rows of one class do not look like the calibration."""
+    known = np.flatnonzero(np.isin(reported.y, CLASSES))
+    order = known[np.argsort(reported.y[known], kind="stable")]
+    same = reported.head.report(reported.z[order], logits=reported.logits[order], path=tmp_path / "same.html")
+    found = numbers_inside(same)
+    assert not found["drift"]["alarm"]
+    assert "No difference from the calibration points is shown" in found["verdict"][-1]
+    one = np.flatnonzero(reported.y == reported.y[0])
+    rows = np.resize(one, 400)
+    other = reported.head.report(reported.z[rows], logits=reported.logits[rows], path=tmp_path / "one.html")
+    found = numbers_inside(other)
+    assert found["drift"]["alarm"]
+    assert "promises do not cover them" in found["verdict"][-1]
+    assert any("traffic" in reason for card in found["regions"] for reason in card["why"])
+    assert all("since" not in move for move in found["drift"]["moves"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "expected"), [(5, "as promised"), (12, "no more than chance explains"), (100, "the promise is broken")]
 )

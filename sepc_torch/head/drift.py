@@ -89,7 +89,8 @@ class DriftMonitor:
         region = labels.point_region[labels.held_rows]
         cell = self._cell_of[region.cpu().numpy()]
         self._cell_start = np.bincount(cell, minlength=len(self._classes))
-        scores = self._score_bins(labels.held_nonconformity.double().cpu().numpy())
+        # As rounded in predictions.
+        scores = self._score_bins(labels.held_nonconformity.to(head.projection.shift).double().cpu().numpy())
         self._score_start = np.bincount(scores, minlength=len(self._score_edges) + 1)
         # Shares from points that are not ranked: bets must not depend on the ranked ones.
         fitted = np.delete(labels.point_region.cpu().numpy(), labels.held_rows.cpu().numpy())

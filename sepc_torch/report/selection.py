@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
+from sepc_torch.head.drift_report import Move
 from sepc_torch.head.reasons import Reason
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.plane import viewing_plane
@@ -42,8 +45,15 @@ def rows_to_look_at(rows: Rows) -> dict[int, str]:
     return chosen
 
 
-def regions(rows: Rows, head: TrustHead) -> list[Region]:
-    """The regions with most refusals, with most accepted mistakes, and the least pure ones, each with its numbers."""
+def regions(rows: Rows, head: TrustHead, moves: Sequence[Move] = ()) -> list[Region]:
+    """Regions with most refusals, with most accepted mistakes, the least pure, and drifting ones, with their numbers.
+
+    Args:
+        rows: The assessed rows.
+        head: The head.
+        moves: Changes of a stream; of the regions of a change the one with most rows is shown, or with most training
+            points.
+    """
     sepc = head.sepc
     held, codes = sepc.held.cpu().numpy(), sepc.codes.cpu().numpy()
     k = len(codes)
@@ -71,6 +81,10 @@ def regions(rows: Rows, head: TrustHead) -> list[Region]:
         for region in np.argsort(-score, kind="stable")[:_REGIONS_PER_REASON].tolist():
             if score[region] > 0:
                 why.setdefault(region, []).append(reason)
+    for move in [move for move in moves if move.regions][:_REGIONS_PER_REASON]:
+        region = max(move.regions, key=lambda r: (visits[r], training[r]))
+        shares = f"{100 * move.expected:.0f} % of the calibration points, {100 * move.share:.0f} % of these rows"
+        why.setdefault(region, []).append(f"{move.change} traffic: {shares} are in this part of the class")
     return [
         Region(
             region=region,

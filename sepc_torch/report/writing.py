@@ -17,6 +17,7 @@ from sepc_torch import __version__
 from sepc_torch.data.files import check_target, replacing
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.report.aggregates import class_section, reliability_section, risk_section, totals
+from sepc_torch.report.batch_drift import batch_drift
 from sepc_torch.report.page import Media, render
 from sepc_torch.report.record import Record, to_json
 from sepc_torch.report.rows import Rows, check_length, judged_rows, row_ids
@@ -27,7 +28,10 @@ from sepc_torch.report.sentences import number, percent, verdict
 
 @runtime_checkable
 class DriftSummary(Protocol):
-    """What a report needs to know about drift: a sentence for the verdict, and numbers for the JSON file."""
+    """What a report needs to know about drift: a sentence for the verdict, and numbers for the JSON file.
+
+    Regions of its ``moves``, if it has any, get cards.
+    """
 
     @property
     def sentence(self) -> str:
@@ -70,7 +74,8 @@ def write_report(
         class_names: Names of the classes to show: a sequence in the order of ``head.classes``, or a mapping from label.
         unknown: (N,) booleans that mark rows of unknown classes; accepting one is an error. It needs ``y``.
         groups: (N,) groups of the rows, if :meth:`TrustHead.accept_at` was given groups.
-        drift: A summary of drift with a ``sentence`` and ``to_dict()``, or None.
+        drift: A summary of drift with a ``sentence`` and ``to_dict()``, such as the report of a
+            :class:`~sepc_torch.DriftMonitor`. By default the rows are compared with the calibration points.
         title: The title of the page.
         earlier: Titles and addresses, relative to this page, of earlier reports to link to.
 
@@ -111,7 +116,8 @@ def summarise(
     """Compute all numbers of a report from assessed rows, their embeddings, logits and groups."""
     found = totals(rows)
     chosen = rows_to_look_at(rows)
-    cards = regions(rows, head)
+    drift = batch_drift(head, rows) if drift is None else drift
+    cards = regions(rows, head, getattr(drift, "moves", ()))
     drawn = embedding_map(rows, head, z, list(chosen))
     classes, left_out = class_section(rows)
     named = {*drawn.row, *chosen, *(row for card in cards for row in card.examples)}
