@@ -22,6 +22,7 @@ from sepc_torch.data.text_table import printable
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.cross_calibration import Fold, calibrate_out_of_fold
 from sepc_torch.head.defaults import default_dim
+from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
@@ -282,6 +283,25 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             Probabilities. Without a calibration they only rank.
         """
         return self.judge(X).confidence.numpy()
+
+    def explain(self, X: Any) -> list[DecisionExplanation]:
+        """Explain the decisions about rows: accepted or refused, why, and similar training rows.
+
+        Parameters
+        ----------
+        X : {array-like, sparse matrix, dataframe} of shape (n_samples, n_features)
+            Rows.
+
+        Returns
+        -------
+        explanations : list of DecisionExplanation
+            One for each row; see :meth:`sepc_torch.TrustHead.explain`. Examples are named by their position among
+            the rows that the head was fitted to.
+        """
+        z, logits = self.embedding_(self.estimator_, self._rows(X))
+        found = self.head_.explain(z, logits=logits)
+        assert isinstance(found, list)  # one for each row
+        return found
 
     def accept(self, X: Any) -> Bool[Array, "B"]:
         """Whether to accept the estimator's label of every row, at the promised ``risk`` or ``flag_rate``.

@@ -330,6 +330,28 @@ def test_calibration_with_other_rows(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
+def test_explanations_and_reports_take_the_promise_of_score(folder: Path, tmp_path: Path) -> None:
+    succeed("score", folder / "model", folder / "new.csv", "-o", tmp_path / "scored.csv", "--flag-rate", "0.4")
+    accept = pd.read_csv(tmp_path / "scored.csv")["accept"]
+    rows = [argument for i in range(30) for argument in ("--row", i)]
+    text = succeed("explain", folder / "model", folder / "new.csv", *rows, "--flag-rate", "0.4", "--json")
+    assert [item["accepted"] for item in json.loads(text)] == accept[:30].tolist()
+    succeed("report", folder / "model", folder / "new.csv", "-o", tmp_path / "page.html", "--flag-rate", "0.4")
+    assert json.loads((tmp_path / "page.json").read_text())["totals"]["accepted"] == accept.sum()
+
+
+def test_a_calibration_keeps_the_risk_of_the_model(folder: Path, tmp_path: Path) -> None:
+    people(2, 300).to_csv(tmp_path / "later.csv", index=False)
+    first, second = tmp_path / "first", tmp_path / "second"
+    calibrate = ("calibrate", folder / "model", tmp_path / "later.csv", "--label", "answer")
+    succeed(*calibrate, "-o", first, "--risk", "0.4", "--delta", "0.2")
+    printed = succeed("calibrate", first, tmp_path / "later.csv", "--label", "answer", "-o", second)
+    assert "with probability 80% over the calibration rows, at most 40.0% of the accepted labels are wrong" in printed
+    promise = TrustHead.load(second.with_suffix(".safetensors")).promise
+    assert promise is not None
+    assert (promise.risk, promise.delta) == (0.4, 0.2)
+
+
 def test_comparison_of_a_table(folder: Path) -> None:
     printed = succeed("compare", folder / "model", folder / "new.csv", "--label", "answer")
     assert printed.startswith("Labels: those of a logistic regression.")

@@ -76,7 +76,9 @@ def test_explains_the_decision_that_forward_takes(case: Case) -> None:
 def test_reasons_and_sentences(case: Case) -> None:
     found = explained(case)
     assert [item.reason for item in found] == ["accepted"] * 3 + ["novel", "disagrees", "ambiguous", "no prediction"]
-    assert found[0].sentence.startswith("Accepted: label 'cat' is right with probability")
+    assert found[0].sentence.startswith(
+        "Accepted: label 'cat' is right, and the sample of a known kind, with probability"
+    )
     assert "is new to the head" in found[3].sentence
     assert "the network says 'dog' and the training examples nearby say 'cat'" in found[4].sentence
     assert "'dog' is the most likely alternative" in found[5].sentence
@@ -212,3 +214,21 @@ def test_judge_takes_any_form_in_chunks(case: Case, monkeypatch: pytest.MonkeyPa
 def assert_equal(found: HeadPrediction, expected: HeadPrediction) -> None:
     for name, column in expected._asdict().items():
         torch.testing.assert_close(getattr(found, name), column, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
+
+
+def test_a_head_that_accepts_nothing_says_so(case: Case) -> None:
+    head = copy.deepcopy(case.head)
+    with pytest.warns(UserWarning, match="accepts nothing"):
+        head.accept_at(risk=1e-6, delta=1e-6)
+    assert head.promise is not None
+    assert str(head.promise) == "nothing is accepted: no threshold keeps a risk of 0.0001 %"
+    found = head.explain(case.z, 0, logits=case.logits)
+    assert isinstance(found, DecisionExplanation)
+    assert found.sentence.startswith("Refused, because the head accepts nothing: no threshold keeps the wanted risk")
+    head.accept_at(flag_rate=0.1)
+    assert head.promise.found
+
+
+def test_logits_are_passed_by_name(case: Case) -> None:
+    with pytest.raises(TypeError):  # the type checks of the tests speak first
+        case.head.explain(case.z, case.logits)  # type: ignore[arg-type]

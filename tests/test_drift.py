@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -242,3 +243,15 @@ def test_without_logits_and_input_errors(head: TrustHead) -> None:
     with pytest.raises(ValueError, match="alpha must lie between 0 and 1"):
         DriftMonitor(head, alpha=0.0)
     assert math.isnan(DriftMonitor(head).report().accuracy.estimate)
+
+
+def test_a_new_calibration_needs_a_new_monitor(head: TrustHead) -> None:
+    rng = np.random.default_rng(0)
+    again = copy.deepcopy(head)
+    monitor = DriftMonitor(again)
+    z, y, logits = draw(rng, 200)
+    monitor.update(z, logits)
+    again.calibrate(z, y, logits)
+    with pytest.raises(RuntimeError, match="start a new DriftMonitor"):
+        monitor.update(z, logits)
+    assert DriftMonitor(again).update(z[:50], logits[:50]).seen == 50

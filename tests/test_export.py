@@ -15,6 +15,7 @@ import torch
 
 from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.head.calibration_tables import RESOLUTION
+from sepc_torch.serving.export import exported_program
 from sepc_torch.serving.standard_operators import StandardOperators
 
 pytestmark = pytest.mark.slow
@@ -218,6 +219,16 @@ def test_pt2_files_load_without_this_package(folder: Path, expected: HeadPredict
 @pytest.mark.parametrize("name", ["head.onnx", "head.pt2"])
 def test_exported_files_hold_no_paths_of_this_machine(folder: Path, name: str) -> None:
     assert b"trust_head.py" not in (folder / name).read_bytes()  # the archive of a .pt2 file is not compressed
+
+
+@pytest.mark.slow
+def test_outputs_without_logits_have_their_names() -> None:
+    """Without logits some fields are one tensor; each is an output of its own."""
+    rng = np.random.default_rng(0)
+    head = TrustHead.fit(rng.normal(size=(60, 3)), np.arange(60) % 2, dim=2, reference_points=20)
+    program = exported_program(head, logits=False)
+    outputs = program.graph_signature.user_outputs
+    assert len(set(outputs)) == len(outputs) == len(HeadPrediction._fields)
 
 
 def test_heads_that_need_groups_are_refused(tmp_path: Path) -> None:

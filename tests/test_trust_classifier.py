@@ -335,3 +335,12 @@ def test_copies_give_the_same_answers(fitted: TrustClassifier, tmp_path: Path) -
     z, logits = ClassifierEmbedding(None, fitted.embedding_.features)(fitted.estimator_, X)
     loaded = TrustHead.load(tmp_path / "head.safetensors").judge(z, logits)
     np.testing.assert_array_equal(loaded.accept, fitted.accept(X))
+
+
+def test_decisions_are_explained(fitted: TrustClassifier) -> None:
+    X, _ = fixed(20)
+    X[3] += 100.0
+    found, out = fitted.explain(X), fitted.judge(X)
+    assert [item.accepted for item in found] == out.accept.tolist()
+    assert [item.label for item in found] == fitted.classes_[out.network_label.numpy()].tolist()
+    assert "new to the head" in found[3].sentence

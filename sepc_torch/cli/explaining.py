@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sepc_torch.cli.fitting import promise_of
 from sepc_torch.cli.paper import explain_paper
 from sepc_torch.cli.shell import (
     AsJson,
     Data,
+    Delta,
+    FlagRate,
     Label,
     Logits,
     MaxRows,
     Model,
+    Risk,
     Seed,
     Separator,
     app,
@@ -38,10 +42,16 @@ def explain(
     data: Data,
     row: Annotated[list[int], typer.Option("--row", min=0, help="Index of a row, counted from 0; repeatable.")],
     logits: Logits = None,
+    risk: Risk = None,
+    delta: Delta = 0.05,
+    flag_rate: FlagRate = None,
     sep: Separator = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the decision about a row."""
+    """Explain the decision about a row.
+
+    Without --risk and --flag-rate the decision is by the promise of the model; pass what `sepc score` was given.
+    """
     from sepc_torch.cli.columns import logit_columns
     from sepc_torch.cli.head_rows import head_features, points_of
     from sepc_torch.cli.row_files import open_rows
@@ -54,6 +64,8 @@ def explain(
         explain_paper(SEPC.load(model), data, row, as_json)
         return
     head = TrustHead.load(model)
+    if risk is not None or flag_rate is not None:
+        promise_of(head, risk, delta, flag_rate)
     file = open_rows(data, sep)
     scores = logit_columns(file, logits, head.classes)
     features = head_features(head, file, [file.label, *scores])

@@ -217,7 +217,10 @@ def calibrate(
     file = open_rows(data, sep)
     label = chosen_label(file, label)
     rows = labelled_points(head, file, label, logit_columns(file, logits, head.classes), max_rows, seed)
+    before = head.promise
     head.calibrate(rows.z, rows.targets, rows.logits, seed=seed)
+    if risk is None and flag_rate is None and before is not None and before.risk is not None and before.by is None:
+        risk, delta = before.risk, before.delta  # the promise that the model had
     promise = promise_of(head, risk, delta, flag_rate)
     head.save(output)
     notes_on_rows(rows.sample)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sepc_torch.cli.fitting import promise_of
 from sepc_torch.cli.shell import (
     AsJson,
     Data,
+    Delta,
+    FlagRate,
     Label,
     Logits,
     Model,
+    Risk,
     Separator,
     app,
     existing_model,
@@ -39,9 +43,15 @@ def report(
     logits: Logits = None,
     identify: Annotated[str | None, typer.Option("--id", help="Column that names the rows.")] = None,
     text: Annotated[str | None, typer.Option("--text", help="Column with texts to show.")] = None,
+    risk: Risk = None,
+    delta: Delta = 0.05,
+    flag_rate: FlagRate = None,
     sep: Separator = None,
 ) -> None:
-    """Write a trust report: one HTML page, and its numbers in a JSON file beside."""
+    """Write a trust report: one HTML page, and its numbers in a JSON file beside.
+
+    Without --risk and --flag-rate the report is about the promise of the model.
+    """
     import numpy as np
 
     from sepc_torch.cli.row_files import open_rows
@@ -51,6 +61,8 @@ def report(
 
     check_writable(output, [".html"])
     head = TrustHead.load(existing_model(model))
+    if risk is not None or flag_rate is not None:
+        promise_of(head, risk, delta, flag_rate)
     file = open_rows(data, sep)
     label = label or file.label
     by_text = dict(zip(category_texts(head.classes).tolist(), head.classes, strict=True))

@@ -77,7 +77,7 @@ class DriftMonitor:
         if head.calibration is None or not head.calibration.done:
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
         self.head, self.alpha, self.seed = head, check_share(alpha, "alpha"), count(seed, "seed")
-        self.with_logits = head.calibration.network.done
+        self._calibration, self.with_logits = head.calibration, head.calibration.network.done
         labels = head.calibration.network if self.with_logits else head.calibration.own
         if len(labels.point_region) == 0:
             raise RuntimeError("The calibration of this head is of an older version, without regions; repeat it.")
@@ -118,6 +118,10 @@ class DriftMonitor:
 
     def update_from(self, out: HeadPrediction) -> DriftReport:
         """Update with predictions of the head that are already there, so that the head runs once."""
+        if self.head.calibration is not self._calibration:
+            raise RuntimeError(
+                "The head was calibrated again, so its p-values have a new meaning; start a new DriftMonitor."
+            )
         score = out.strangeness.double().cpu().numpy()
         region = out.nearest.clamp_min(0).cpu().numpy()
         accept = out.accept.cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -248,7 +249,12 @@ def _sentence(
             f"Not decided: the head is not calibrated. The {whose} label is {_show(label)}; the paper's trust in it is "
             f"{row['network_trust']:.3f}."
         )
-    likely = f"label {_show(label)} is right with probability {row['joint']:.0%}"
+    likely = f"label {_show(label)} is right, and the sample of a known kind, with probability {row['joint']:.0%}"
+    if threshold == math.inf:
+        return (
+            "Refused, because the head accepts nothing: no threshold keeps the wanted risk with these calibration "
+            f"points. The {whose} {likely}."
+        )
     bar = f"the threshold is {threshold:.0%}"
     if reason == Reason.ACCEPTED:
         return f"Accepted: {likely}; {bar}."

@@ -467,10 +467,11 @@ class TrustHead(nn.Module):
         if by is not None:
             if risk is None:
                 raise ValueError("by keeps a risk in every group; pass risk, not flag_rate.")
-            self.promise = Promise(risk, delta, None, by if isinstance(by, str) else "group")
             table = accept_by_group(self.calibration.own, self.sepc, risk, delta, by, joint)
             if network is not None:
                 table = accept_by_group(network, self.sepc, risk, delta, by, joint)
+            some = any(row.found for row in table.groups)
+            self.promise = Promise(risk, delta, None, by if isinstance(by, str) else "group", some)
             if not table.found:
                 refused = sum(not row.found for row in table.groups)
                 warnings.warn(
@@ -480,10 +481,10 @@ class TrustHead(nn.Module):
                     stacklevel=2,
                 )
             return table
-        self.promise = Promise(risk, delta, flag_rate)
         found = self.calibration.own.accept(risk, delta, flag_rate)
         if network is not None:
             found = network.accept(risk, delta, flag_rate)
+        self.promise = Promise(risk, delta, flag_rate, found=found.found)
         if risk is not None and not found.found:
             limits = (network or self.calibration.own).shortfall(risk, delta)
             warnings.warn(f"The head accepts nothing: {limits}", stacklevel=2)
@@ -511,6 +512,10 @@ class TrustHead(nn.Module):
         >>> [example.id for example in found.examples]
         [1, 0]
         """
+        if i is not None and getattr(i, "ndim", 0):
+            raise TypeError(
+                f"i is the number of a row, got {type(i).__name__}. Pass logits by name: explain(z, logits=...)."
+            )
         points, row = select_row(self.as_tensor(z), i)
         given = None
         if logits is not None:

@@ -36,7 +36,9 @@ class _Fields(nn.Module):
     def forward(self, z: Tensor, logits: Tensor | None = None) -> dict[str, Tensor]:
         """The fields of the head's prediction by name."""
         with StandardOperators():
-            return self.head(z, logits=logits)._asdict()
+            found = self.head(z, logits=logits)._asdict()
+            # Without logits some fields are one tensor, and one output of a graph has one name.
+            return {name: column.clone() for name, column in found.items()}
 
 
 def exported_program(head: TrustHead, *, logits: bool | None = None) -> torch.export.ExportedProgram:
