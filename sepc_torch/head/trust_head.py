@@ -512,7 +512,7 @@ class TrustHead(nn.Module):
         >>> [example.id for example in found.examples]
         [1, 0]
         """
-        if i is not None and getattr(i, "ndim", 0):
+        if i is not None and getattr(i, "shape", ()) != ():
             raise TypeError(
                 f"i is the number of a row, got {type(i).__name__}. Pass logits by name: explain(z, logits=...)."
             )
