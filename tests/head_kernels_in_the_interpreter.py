@@ -15,9 +15,12 @@ from triton.runtime import interpreter
 from sepc_torch import TrustHead
 from sepc_torch.head import assess
 from sepc_torch.head.kernels.assess import assess_on_cuda
+from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.mixtures import log_densities
 from sepc_torch.head.kernels.search import nearest_into
-from sepc_torch.head.kernels.tables import search_tables
+from sepc_torch.head.kernels.tables import Affine, GaussianTables, linear_tables, search_tables
+from sepc_torch.head.projection import fit_projection
+from sepc_torch.head.shared_gaussian import SharedGaussian
 from sepc_torch.model.kernels import split
 
 Rng = np.random.Generator
@@ -65,6 +68,34 @@ def head_of(rng: Rng, **options: int) -> tuple[TrustHead, torch.Tensor, torch.Te
     return head, z, torch.from_numpy(4.0 * rng.normal(size=(7, 3)))
 
 
+def check_coordinates(rng: Rng) -> None:
+    """Projections and the distance to the nearest mean equal those of plain torch, also of invalid rows."""
+    for dim, features, classes, normalize in ((3, 5, 3, None), (3, 5, 3, "polar"), (40, 70, 20, "l2")):
+        codes = np.arange(600) % classes
+        x = rng.normal(size=(600, features)) * np.linspace(1.0, 3.0, features) + np.eye(classes, features)[codes]
+        polar = fit_projection(x, codes, dim, normalize, "pca")  # type: ignore[arg-type]
+        white = fit_projection(x, codes, features, None, "pca")
+        gaussian = SharedGaussian(
+            torch.from_numpy(rng.normal(size=(dim, dim))).float(),
+            torch.from_numpy(rng.normal(size=(classes, dim))).float(),
+            1.0 / polar.matrix.norm(dim=1),
+            torch.tensor(0.5),
+        )
+        z = torch.from_numpy(rng.normal(size=(6, features))).float()
+        z[1], z[2, 0], z[3], z[4] = 0.0, torch.nan, 1e30, 1e-30
+        first = polar.affine()._replace(scale=gaussian.deviations)
+        third = Affine(first.lengths, first.shift, gaussian.whitener.double() @ first.matrix, first.scale)
+        tables = linear_tables([(0, first), (1, white.affine()), (2, third)], features, polar.least())
+        means = GaussianTables(gaussian.means.double(), gaussian.outside.double().reshape(1))
+        found = project(z, tables, [dim, features], means)
+        coordinates, square = polar.with_square(z)
+        expected = coordinates.float(), white(z), gaussian(coordinates, square)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-6, equal_nan=True), (one, other)
+        alone = project(z, linear_tables([(0, polar.affine())], features, polar.least()), [dim], None)
+        assert torch.equal(alone[0].nan_to_num(), found[0].nan_to_num())
+
+
 def check_densities(rng: Rng) -> None:
     """Log densities of all classes equal those of plain torch to the accuracy of distances."""
     head, z, _ = head_of(rng)
@@ -92,8 +123,8 @@ def check_assess(rng: Rng) -> None:
         invalid = torch.tensor([False] * 6 + [True])
         for labels, given in ((head.calibration.network, [logits.float()]), (head.calibration.own, [])):
             for least in (torch.tensor(0.3).double(), torch.linspace(0.0, 1.0, 7).double()):
-                near = [] if measured.near is None else [measured.near]
-                rows = measured.density, near, measured.nonconformity, given, label, invalid, least
+                parts = ([] if part is None else [part] for part in measured[1:])
+                rows = measured.density, *parts, given, label, invalid, least
                 columns, accept = assess_on_cuda(*rows, labels.tables())
                 expected, accepted = assess.assess_plainly(*rows, list(labels.tables()))
                 assert torch.allclose(columns, expected, rtol=1e-11, atol=1e-12, equal_nan=True), columns - expected
@@ -104,6 +135,6 @@ if __name__ == "__main__":
     count_by_tensors()
     generator = np.random.default_rng(int(sys.argv[1]))
     with torch.no_grad():
-        for check in (check_search, check_densities, check_assess):
+        for check in (check_search, check_coordinates, check_densities, check_assess):
             check(generator)
     sys.stdout.write("right\n")

@@ -58,16 +58,18 @@ def assess(
         The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
         and are not accepted.
     """
-    near = [] if measured.near is None else [measured.near]
-    given = [] if logits is None else [logits]
-    point = measured.density, near, measured.nonconformity
+    near, white, mahalanobis, given = (
+        [] if part is None else [part] for part in (measured.near, measured.white, measured.mahalanobis, logits)
+    )
+    point = measured.density, near, white, mahalanobis
     return Assessed(*_assess(*point, given, label, invalid, least, list(tables)))
 
 
 def _assess_rows(
     density: Tensor,
     near: list[Tensor],
-    nonconformity: Tensor,
+    white: list[Tensor],
+    mahalanobis: list[Tensor],
     logits: list[Tensor],
     label: Tensor,
     invalid: Tensor,
@@ -77,14 +79,16 @@ def _assess_rows(
     if available(density):
         from sepc_torch.head.kernels.assess import assess_on_cuda
 
-        return assess_on_cuda(density, near, nonconformity, logits, label, invalid, least, CalibrationTables(*tensors))
-    return assess_plainly(density, near, nonconformity, logits, label, invalid, least, tensors)
+        measured = density, near, white, mahalanobis
+        return assess_on_cuda(*measured, logits, label, invalid, least, CalibrationTables(*tensors))
+    return assess_plainly(density, near, white, mahalanobis, logits, label, invalid, least, tensors)
 
 
 def assess_plainly(
     density: Float[Tensor, "B C"],
     near: list[Tensor],
-    nonconformity: Float[Tensor, "B K"],
+    white: list[Tensor],
+    mahalanobis: list[Tensor],
     logits: list[Tensor],
     label: Int[Tensor, "B"],
     invalid: Bool[Tensor, "B"],
@@ -93,6 +97,8 @@ def assess_plainly(
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
     """The operator in plain torch."""
     tables = CalibrationTables(*tensors)
+    parts = (part[0] if part else None for part in (near, white, mahalanobis))
+    nonconformity = Measurements(density, *parts).nonconformity
     index = label.clamp_min(0)
     support = label_support(density, near[0] if near else None, index)
     invalid = invalid | support.isnan().any(dim=1)
@@ -147,8 +153,8 @@ def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
 
 
 _assess = torch_ops.operator(
-    "assess(Tensor density, Tensor[] near, Tensor nonconformity, Tensor[] logits, Tensor label, Tensor invalid, "
-    "Tensor least, Tensor[] tables) -> (Tensor, Tensor)",
+    "assess(Tensor density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, "
+    "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)",
     _assess_rows,
     _shapes,
 )

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.densities import RegionDensities, fit_densities
+from sepc_torch.head.kernels.tables import Affine, linear_tables
 from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.passes import ProjectedSet
 from sepc_torch.head.projection import Projection
@@ -42,7 +44,7 @@ from sepc_torch.shapes import Array, Float, Int
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 MAX_LOG_RATIO = 7.0
 # Distances in directions of unit variance below this are rounding errors of float32.
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 MAX_SOFTMAX = 10.0
 
@@ -57,13 +59,28 @@ class EvidenceValues(NamedTuple):
 class Measurements(NamedTuple):
     """Label-independent measurements of a batch.
 
-    ``density`` holds log densities of every class. ``near`` holds distances to the nearest reference point of every
-    class; it is None without reference points. ``nonconformity`` holds the kinds of :attr:`Evidence.kinds`.
+    Attributes:
+        density: Log densities of every class.
+        near: Distances to the nearest reference point of every class; None without reference points.
+        white: Distances to the nearest reference point in whitened coordinates; None without reference points.
+        mahalanobis: Squared Mahalanobis distances; None in heads of file formats 1 to 3.
     """
 
     density: Float[Tensor, "B C"]
     near: Float[Tensor, "B C"] | None
-    nonconformity: Float[Tensor, "B S"]
+    white: Float[Tensor, "B"] | None
+    mahalanobis: Float[Tensor, "B"] | None
+
+    @property
+    def nonconformity(self) -> Float[Tensor, "B S"]:
+        """The kinds of :attr:`Evidence.kinds`, in float64."""
+        kinds = [-self.density.amax(dim=1)]
+        if self.near is not None and self.white is not None:
+            # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
+            kinds += [self.near.amin(dim=1).double(), torch.where(self.white < ROUNDING, 0.0, self.white).double()]
+        if self.mahalanobis is not None:
+            kinds.append(self.mahalanobis)
+        return torch.stack(kinds, dim=1)
 
 
 class Evidence(nn.Module):
@@ -90,6 +107,7 @@ class Evidence(nn.Module):
         self.polar, self.densities, self.white, self.reference_points = polar, densities, white, reference_points
         self.gaussian = gaussian
         self._whiten_reference_points()
+        self._derive()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def _whiten_reference_points(self) -> None:
@@ -98,11 +116,39 @@ class Evidence(nn.Module):
         codes = torch.zeros_like(self.reference_points.codes)
         self.white_reference_points = Neighbours(points, codes, persistent=False)
 
+    def _derive(self) -> None:
+        """Lay out the tables of the CUDA kernel of all coordinates; none where it cannot run."""
+        self.tables: list[Tensor] = []
+        self.gaussian_tables: list[Tensor] = []
+        if not supported(self.polar.shift):
+            return
+        polar = self.polar.affine()
+        if self.gaussian is not None:
+            polar = polar._replace(scale=self.gaussian.deviations)
+        maps, self.widths = [(0, polar)], [len(polar.matrix)]
+        if self.reference_points.ends:
+            maps.append((1, self.white.affine()))
+            self.widths.append(len(self.white.matrix))
+        if self.gaussian is not None:
+            matrix = self.gaussian.whitener.double() @ polar.matrix
+            maps.append((2, Affine(polar.lengths, polar.shift, matrix, polar.scale)))
+            self.gaussian_tables = [self.gaussian.means.double(), self.gaussian.outside.double().reshape(1)]
+        self.tables = list(linear_tables(maps, self.polar.in_features, self.polar.least()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tables": [], "gaussian_tables": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._derive()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Evidence:
         before = self.reference_points.offsets.dtype
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.reference_points.offsets.dtype != before:
             self._whiten_reference_points()
+        if not self.polar.shift.is_meta:
+            self._derive()
         return moved
 
     @classmethod
@@ -124,6 +170,7 @@ class Evidence(nn.Module):
         found = _gaussian_from(tensors, prefix)
         if (found is None) != (self.gaussian is None):
             self.gaussian = None if found is None else found.to(self.polar.matrix)
+            self._derive()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -143,18 +190,21 @@ class Evidence(nn.Module):
     @torch.no_grad()
     def measure(self, z: Float[Tensor, "B D"]) -> Measurements:
         """Return the measurements of embeddings that do not depend on a label."""
-        coordinates, square = self.polar.with_square(z)
-        density = self.densities(coordinates)
-        nonconformity = [-density.amax(dim=1)]
-        near = None
-        if self.reference_points.ends:
-            near = self.reference_points(z)
-            white = self.white_reference_points(self.white(z)).squeeze(1)
-            # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
-            nonconformity += [near.amin(dim=1).double(), torch.where(white < _ROUNDING, 0.0, white).double()]
-        if self.gaussian is not None:
-            nonconformity.append(self.gaussian(coordinates, square))
-        return Measurements(density, near, torch.stack(nonconformity, dim=1))
+        white, mahalanobis = None, None
+        if self.tables and fits(z, self.tables):
+            polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables)
+            white = found[0] if self.reference_points.ends else None
+            mahalanobis = found[-1] if self.gaussian is not None else None
+        else:
+            polar, square = self.polar.with_square(z)
+            white = self.white(z) if self.reference_points.ends else None
+            mahalanobis = None if self.gaussian is None else self.gaussian(polar, square)
+        density = self.densities(polar)
+        if white is None:
+            return Measurements(density, None, None, mahalanobis)
+        return Measurements(
+            density, self.reference_points(z), self.white_reference_points(white).squeeze(1), mahalanobis
+        )
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for labels, given as indices into the classes."""
@@ -174,6 +224,7 @@ def _gaussian_from(tensors: Mapping[str, Any], prefix: str) -> SharedGaussian | 
 
 def _after_loading(module: Evidence, _keys: Any) -> None:
     module._whiten_reference_points()
+    module._derive()
 
 
 def label_support(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.defaults import default_dim
+from sepc_torch.head.kernels.tables import Affine, linear_tables
 from sepc_torch.head.moments import EmbeddingMoments
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.shapes import Array, Float, Int
@@ -63,6 +65,31 @@ class Projection(nn.Module):
         self.register_buffer("matrix", matrix.contiguous())  # as in a loaded file: products depend on the layout
         self.register_buffer("least_length", least_length)
         self.unit_length = unit_length
+        self._derive()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    def _derive(self) -> None:
+        """Lay out the tables of the CUDA kernel; none where it cannot run."""
+        self.tables: list[Tensor] = []
+        if supported(self.shift):
+            self.tables = list(linear_tables([(0, self.affine())], self.in_features, self.least()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tables": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._derive()
+
+    def affine(self) -> Affine:
+        """The projection for the tables of a CUDA kernel; the scale of a result is its deviation before scaling."""
+        lengths = 0 if not self.unit_length else 1 if self.least_length is None else 2
+        matrix = self.matrix.double()
+        return Affine(lengths, self.shift, matrix, 1.0 / matrix.norm(dim=1))
+
+    def least(self) -> float:
+        """The least length; zero without one."""
+        return 0.0 if self.least_length is None else float(self.least_length)
 
     @property
     def in_features(self) -> int:
@@ -71,6 +98,9 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""
+        if self.tables and isinstance(x, Tensor) and fits(x, self.tables):
+            self._check(x)
+            return coordinates(x, self.tables, [len(self.matrix)], [])[0]
         return (self._centred(x) @ self.matrix.double().T).to(torch.promote_types(x.dtype, self.shift.dtype))
 
     def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
@@ -80,12 +110,7 @@ class Projection(nn.Module):
 
     def _centred(self, x: Tensor) -> Float[Tensor, "B E"]:
         """Check the embeddings, normalise and centre them, in float64."""
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
-            )
-        if x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
+        self._check(x)
         # Beyond this length the squares of other computations overflow in the dtype of the embeddings.
         longest = torch.finfo(torch.promote_types(x.dtype, self.shift.dtype)).max ** 0.5
         x = x.double()
@@ -104,8 +129,24 @@ class Projection(nn.Module):
                 x = torch.cat([x / length, length.log()], dim=1)
         return x - self.shift.double()
 
+    def _check(self, x: Tensor) -> None:
+        """Refuse anything but a tensor (B, D)."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
+            )
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
-        return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
+        if not self.shift.is_meta:
+            self._derive()
+        return moved
+
+
+def _after_loading(module: Projection, _keys: Any) -> None:
+    module._derive()
 
 
 def fit_projection(

@@ -334,7 +334,7 @@ def _counts_within(
 _LIBRARY = torch.library.Library("sepc_torch", "DEF")
 
 
-T = TypeVar("T", Tensor, tuple[Tensor, Tensor])
+T = TypeVar("T", Tensor, tuple[Tensor, Tensor], list[Tensor])
 
 
 def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.evidence import MAX_LOG_RATIO, MAX_SOFTMAX
+from sepc_torch.head.evidence import MAX_LOG_RATIO, MAX_SOFTMAX, ROUNDING
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on_device
 from sepc_torch.shapes import Bool, Float, Int
@@ -21,7 +21,7 @@ from sepc_torch.shapes import Bool, Float, Int
 # Rows of a program with few and with many rows, and the number from which there are many.
 _FEW_ROWS, _MANY_ROWS, _MANY = 32, 128, 2**14
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
-            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)  # fmt: skip
+            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING)  # fmt: skip
 
 
 @jit
@@ -127,14 +127,15 @@ def _logistic(softmax, regions, neighbours, model, has_softmax: tl.constexpr, ha
     return 1.0 / (1.0 + tl.exp(-value))
 
 
-@jit(do_not_specialize=["points", "most", "held_count", "class_width", "kinds_stride", "logit_stride"])
+@jit(do_not_specialize=["points", "most", "held_count", "class_width", "logit_stride"])
 def _assess(
-    density, near, kinds, logits, label, invalid, least,
+    density, near, white, mahalanobis, logits, label, invalid, least,
     temperature, confidence, ranking, weights, tails, ordered, combined, held, by_class, class_counts, unknown_odds,
     numbers, columns, accept,
-    points, classes, most, held_count, class_width, kinds_stride, logit_stride, least_stride,
-    has_near: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr, kind_count: tl.constexpr,
-    steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr, rows: tl.constexpr,
+    points, classes, most, held_count, class_width, logit_stride, least_stride,
+    has_near: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
+    kind_count: tl.constexpr, steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr,
+    rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -142,13 +143,14 @@ def _assess(
     index = tl.maximum(given, 0)
     bound, most_softmax, most_ratio = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     score_unit, unit, end = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
-    tiny, deepest = tl.load(numbers + 6), tl.load(numbers + 7)
+    tiny, deepest, rounding = tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 8)
     one = bound * 0.0 + 1.0
 
-    odds, _, _ = _odds(density, live, row, index, classes, classes, one, bound, False)
+    odds, _, densest = _odds(density, live, row, index, classes, classes, one, bound, False)
     bad = tl.load(invalid + row, mask=live, other=0).to(tl.int1) | (odds != odds)
     regions = _asinh(odds)
     neighbours = regions
+    nearest = regions
     if has_near:
         own = regions * 0.0
         other = tl.full([rows], float("inf"), tl.float64)
@@ -157,6 +159,7 @@ def _assess(
             own = tl.where(index == c, d, own)
             bad = bad | (d != d)
             other = tl.where(index == c, other, tl.minimum(other, d))
+        nearest = tl.minimum(own, other)
         neighbours = tl.log(tl.maximum(other, tiny)) - tl.log(tl.maximum(own, tiny))
         bad = bad | (neighbours != neighbours)
         neighbours = tl.minimum(tl.maximum(neighbours, -most_ratio), most_ratio)
@@ -172,10 +175,19 @@ def _assess(
     score = tl.where(score == score, score, 0.0)
     beyond = score
     for j in tl.static_range(kind_count):
+        # The kinds of evidence.Evidence.kinds, in this order.
         if has_energy and j == kind_count - 1:
             x = -energy
         else:
-            x = tl.load(kinds + row.to(tl.int64) * kinds_stride + j, mask=live, other=0.0)
+            if j == 0:
+                x = -densest
+            elif has_near and j == 1:
+                x = nearest
+            elif has_near and j == 2:
+                x = tl.load(white + row, mask=live, other=0.0).to(tl.float64)
+                x = tl.where(x < rounding, 0.0, x)
+            else:
+                x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
         surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps)
         score += tl.load(weights + j) * tl.minimum(surprise, end)
@@ -207,7 +219,8 @@ _numbers: dict[torch.device, Tensor] = {}
 def assess_on_cuda(
     density: Float[Tensor, "B C"],
     near: list[Tensor],
-    nonconformity: Float[Tensor, "B K"],
+    white: list[Tensor],
+    mahalanobis: list[Tensor],
     logits: list[Tensor],
     label: Int[Tensor, "B"],
     invalid: Bool[Tensor, "B"],
@@ -226,22 +239,27 @@ def assess_on_cuda(
         table.contiguous() if name == "class_counts" else table.double().contiguous()
         for name, table in zip(CalibrationTables._fields, tables, strict=True)
     )
-    density, kinds = density.double().contiguous(), nonconformity.double().contiguous()
+    density = density.double().contiguous()
     distances = near[0].contiguous() if near else density
+    whitened = white[0].contiguous() if white else density
+    gaussian = mahalanobis[0].double().contiguous() if mahalanobis else density
     scores = logits[0].contiguous() if logits else density
     kind_count, most = tables.ordered.shape
+    given_kinds = 1 + 2 * len(near) + len(mahalanobis)
     rows = _FEW_ROWS if points < _MANY else _MANY_ROWS
     least_stride = 1 if least.dim() else 0
     with on_device(density):
         _launch(
             (-(-points // rows), 1, 1),
-            (distances.dtype, scores.dtype, label.dtype, class_counts.dtype, int_kind(classes), least_stride,
-             *map(aligned, (density, distances, kinds, scores, label, invalid, least))),
-            (density, distances, kinds, scores, label.contiguous(), invalid.contiguous(), least.contiguous(),
+            (distances.dtype, whitened.dtype, scores.dtype, label.dtype, class_counts.dtype, int_kind(classes),
+             least_stride,
+             *map(aligned, (density, distances, whitened, gaussian, scores, label, invalid, least))),
+            (density, distances, whitened, gaussian, scores,
+             label.contiguous(), invalid.contiguous(), least.contiguous(),
              *floats, class_counts, unknown_odds, _numbers[density.device], columns, accept,
-             points, classes, most, tables.held.shape[0], tables.by_class.shape[1], kinds.stride(0), scores.stride(0),
+             points, classes, most, tables.held.shape[0], tables.by_class.shape[1], scores.stride(0),
              least_stride),
-            (bool(near), bool(logits), bool(logits) and kind_count > kinds.shape[1], kind_count,
+            (bool(near), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
              most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(), rows),
             num_warps=1 if rows == _FEW_ROWS else 4,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-r"""Reference points and regions in the memory layout of the kernels.
+r"""Reference points, regions and projections in the memory layout of the kernels.
 
 The reference points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at
 infinity. Tiles are stored as pairs of float16 numbers, ``high`` and ``low``, whose sum has 22 bits of a point
@@ -20,6 +20,8 @@ from sepc_torch.shapes import Float, Int
 LARGE_TILE, SMALL_TILE = 64, 16
 # Tiles of a chunk.
 _CHUNK = 8
+# Coordinates of a block.
+COLUMNS = 32
 
 
 class RegionTables(NamedTuple):
@@ -88,4 +90,65 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
         classes=torch.nn.functional.pad(per_class.cumsum(0), (1, 0)).int().to(points.device),
         scale=scale.float(),
+    )
+
+
+class LinearTables(NamedTuple):
+    """Projections in blocks of ``COLUMNS`` coordinates, in float64.
+
+    ``matrix`` (Q, E, COLUMNS) holds the columns of every block for D features and the log length, ``shift`` (Q, E) the
+    centre, ``scale`` (Q, COLUMNS) the deviation of every coordinate. ``blocks`` (Q, 5) holds, for every block: the use
+    of lengths (0: none, 1: unit length, 2: unit length, with the log length as a feature), the number of columns, the
+    target, the first column there, and the number of columns there. ``bounds`` holds the least and the largest length.
+    """
+
+    matrix: Float[Tensor, "Q E n"]
+    shift: Float[Tensor, "Q E"]
+    scale: Float[Tensor, "Q n"]
+    blocks: Int[Tensor, "Q 5"]
+    bounds: Float[Tensor, "2"]
+
+
+class GaussianTables(NamedTuple):
+    """Whitened class means (C, R), and the variance of each direction outside the coordinates, in float64."""
+
+    means: Float[Tensor, "C R"]
+    outside: Float[Tensor, "1"]
+
+
+class Affine(NamedTuple):
+    """Affine map of features: ``lengths`` as in :class:`LinearTables`, centre, matrix, and the scale of its results."""
+
+    lengths: int
+    shift: Float[Tensor, "E"]
+    matrix: Float[Tensor, "R E"]
+    scale: Float[Tensor, "R"]
+
+
+def linear_tables(maps: list[tuple[int, Affine]], features: int, least: float) -> LinearTables:
+    """Lay out affine maps with their targets, on the device of the first map.
+
+    >>> one = Affine(0, torch.zeros(2), torch.eye(2), torch.ones(2))
+    >>> linear_tables([(0, one)], 2, 0.0).blocks.tolist()
+    [[0, 2, 0, 0, 2]]
+    """
+    device = maps[0][1].matrix.device
+    matrices, shifts, scales, blocks = [], [], [], []
+    for target, affine in maps:
+        width = len(affine.matrix)
+        for first in range(0, width, COLUMNS):
+            some = affine.matrix[first : first + COLUMNS].double()
+            padded = COLUMNS - len(some)
+            beyond = features + 1 - some.shape[1]
+            matrices.append(torch.nn.functional.pad(some, (0, beyond, 0, padded)).T)
+            shifts.append(torch.nn.functional.pad(affine.shift.double(), (0, beyond)))
+            scales.append(torch.nn.functional.pad(affine.scale[first : first + COLUMNS].double(), (0, padded)))
+            blocks.append([affine.lengths, len(some), target, first, width])
+    longest = torch.finfo(torch.float32).max ** 0.5
+    return LinearTables(
+        torch.stack(matrices).contiguous(),
+        torch.stack(shifts),
+        torch.stack(scales),
+        torch.tensor(blocks, dtype=torch.int32, device=device),
+        torch.tensor([least, longest], dtype=torch.float64, device=device),
     )
