@@ -25,6 +25,7 @@ from paper_tables import PAPER, agreements, figures, peers, reproductions, side_
 from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
 from readme_table import overview
+from serving_tables import engines, onnx_files, serve_load
 from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
 
 ROOT = RESULTS.parents[1]
@@ -153,6 +154,11 @@ PAGES: dict[str, dict[str, Section]] = {
     "docs/promises.md": {
         "group_promises": Section(group_promises, ("group_promises",)),
         "drift": Section(drift, ("drift",)),
+    },
+    "docs/serving.md": {
+        "engines": Section(engines, ("engines",)),
+        "onnx_files": Section(onnx_files, ("onnx_files",)),
+        "serve_load": Section(serve_load, ("serve_load",)),
     },
     "docs/novelties.md": {"novelties": Section(novelties, ("novelties",))},
     "docs/label_errors.md": {"label_errors": Section(label_errors, ("label_errors",))},

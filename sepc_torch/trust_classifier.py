@@ -19,13 +19,14 @@ from sklearn.utils.validation import _check_method_params, check_is_fitted, colu
 
 from sepc_torch.classifier_embedding import ClassifierEmbedding
 from sepc_torch.data.text_table import printable
+from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.cross_calibration import Fold, calibrate_out_of_fold
 from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 # Dimensions that the head of a table may be reduced to, so that its smallest class has twice as many rows. Classes that

@@ -69,6 +69,16 @@ class Browser:
         """Load a file and wait until it is complete."""
         self._navigate(path.as_uri())
 
+    def seconds_to_open(self, path: Path) -> float:
+        """Load a file; return the processor time of the thread that parses, lays out and runs scripts, up to now."""
+        self.open_blank()
+        self.command("Performance.enable", timeDomain="threadTicks")
+        self.open(path)
+        self.widths()  # waits for the layout
+        metrics = self.command("Performance.getMetrics")["metrics"]
+        self.command("Performance.disable")
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+
     def open_blank(self) -> None:
         """Leave the page, and the pages that the browser itself shows at first."""
         self._navigate("about:blank")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
+import torch
 
-from sepc_torch import TrustHead
+from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.shapes import Array
 
 CLASSES = ("ant", "bee", "cat")
+MILLION = 10**6
+# Bound on a page of a million rows without pictures.
+MOST_BYTES = 600_000
 
 
 class Reported(NamedTuple):
@@ -40,3 +46,44 @@ def reported_head(dim: int = 3) -> Reported:
     z[-40:] = rng.normal(size=(40, 6)) - 12.0  # far from every class
     y = np.where(np.arange(300) >= 260, "dog", y)
     return Reported(head, z, y, logits)
+
+
+def _random_predictions(n: int, head: TrustHead) -> HeadPrediction:
+    """Predictions for n rows without the work of the head."""
+    classes, regions = len(head.classes), len(head.sepc.bank)
+    rng = np.random.default_rng(0)
+
+    def share() -> torch.Tensor:
+        return torch.from_numpy(rng.random(n, dtype=np.float32))
+
+    label, other = (torch.from_numpy(rng.integers(classes, size=n)) for _ in range(2))
+    where = torch.from_numpy(rng.integers(regions, size=n))
+    joint = share()
+    return HeadPrediction(
+        label=label,
+        trust=share(),
+        rule=torch.zeros_like(label),
+        distance=2 * share(),
+        margin=share(),
+        nearest=where,
+        runner_up=where,
+        network_label=torch.where(joint > 0.2, label, other),
+        network_trust=share(),
+        network_margin=share(),
+        confidence=share(),
+        p_value=share(),
+        class_p_value=share(),
+        strangeness=share(),
+        joint=joint,
+        accept=joint > 0.4,
+    )
+
+
+def report_of_a_million(reported: Reported, path: Path) -> Path:
+    """Write the report of a million rows, whose predictions are random."""
+    head = reported.head
+    z = np.lib.stride_tricks.as_strided(reported.z, (MILLION, 6), (0, 8))  # one row, a million times
+    y = np.array([*CLASSES, "dog"])[np.random.default_rng(1).integers(4, size=MILLION)]
+    logits = np.broadcast_to(reported.logits[:1], (MILLION, 3))
+    with mock.patch.object(TrustHead, "judge", return_value=_random_predictions(MILLION, head)):
+        return head.report(z, y, logits, path)

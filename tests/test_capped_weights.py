@@ -65,6 +65,15 @@ def test_a_hull_that_contains_the_origin_has_norm_zero(rng: Rng) -> None:
     assert np.linalg.norm(z @ points) <= 1e-10
 
 
+def test_differences_of_hulls_that_meet_have_norm_zero(rng: Rng) -> None:
+    """The length of the result is a rounding error, before and after the crossover."""
+    groups = np.repeat(np.eye(2, dtype=bool), 30, axis=0)
+    for _ in range(100):
+        points = rng.normal(size=(60, 2))
+        z = assert_optimal(points, np.zeros(2), groups, np.array([0.7, 1.0]), 1 / 15)
+        assert np.linalg.norm(z @ points) <= 1e-13
+
+
 def test_duplicates_and_ties(rng: Rng) -> None:
     """With ties the crossover may fail and return None; a returned result is optimal."""
     for _ in range(10):

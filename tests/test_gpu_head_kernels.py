@@ -112,7 +112,7 @@ def test_large_batches_go_in_pieces(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
     head = accepting(rng)
     z, logits = batch(rng, 3000)
     whole = head(z, logits=logits)
-    monkeypatch.setattr("sepc_torch.head.trust_head.GPU_ROWS", 1000)
+    monkeypatch.setattr("sepc_torch.head.head_module.GPU_ROWS", 1000)
     monkeypatch.setattr("sepc_torch.head.judge.GPU_ROWS", 1000)
     same(head(z, logits=logits), whole)
     same(head(z, labels=whole.network_label), head(z, labels=whole.network_label.clone()))

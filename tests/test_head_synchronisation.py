@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import densities, neighbours, trust_head
+from sepc_torch.head import densities, head_module, neighbours
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 
@@ -102,7 +102,7 @@ class TestLogitsThatHoldNaN:
         with pytest.raises(ValueError, match="logits hold NaN"):
             calibrated(rng).calibrate(x, labels, holed)  # under every policy
         # A CUDA graph cannot raise while it is recorded: every policy flags.
-        monkeypatch.setattr(trust_head, "can_synchronize", lambda _: False)
+        monkeypatch.setattr(head_module, "can_synchronize", lambda _: False)
         out = model(batch(x), logits=holed)
         assert torch.equal(out.network_label < 0, missing)
         assert not out.accept[missing].any()

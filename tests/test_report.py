@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reported_heads import CLASSES, Reported, reported_head
+from reported_heads import CLASSES, MILLION, MOST_BYTES, Reported, report_of_a_million, reported_head
 from typer.testing import CliRunner
 
-from sepc_torch import HeadPrediction, TrustHead
+from sepc_torch import TrustHead
 from sepc_torch.head.promise import Promise
 from sepc_torch.head.reasons import Reason, refusal_reason
 from sepc_torch.metrics import aurc, ece
@@ -25,8 +25,6 @@ from sepc_torch.report.rows import judged_rows, shortened
 from sepc_torch.report.sentences import verdict
 from sepc_torch.report.thumbnails import thumbnail
 
-# Bound on a page of a million rows without pictures.
-MOST_BYTES = 600_000
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&{{7*7}}"
 
 
@@ -172,48 +170,13 @@ def test_hostile_names_are_text(few: Reported, tmp_path: Path) -> None:
     assert numbers_inside(path) == json.loads(path.with_suffix(".json").read_text("utf-8"))
 
 
-def stand_in(n: int, classes: int, regions: int) -> HeadPrediction:
-    """Predictions for n rows without the work of a head."""
-    rng = np.random.default_rng(0)
-
-    def share() -> torch.Tensor:
-        return torch.from_numpy(rng.random(n, dtype=np.float32))
-
-    label, other = (torch.from_numpy(rng.integers(classes, size=n)) for _ in range(2))
-    where = torch.from_numpy(rng.integers(regions, size=n))
-    joint = share()
-    return HeadPrediction(
-        label=label,
-        trust=share(),
-        rule=torch.zeros_like(label),
-        distance=2 * share(),
-        margin=share(),
-        nearest=where,
-        runner_up=where,
-        network_label=torch.where(joint > 0.2, label, other),
-        network_trust=share(),
-        network_margin=share(),
-        confidence=share(),
-        p_value=share(),
-        class_p_value=share(),
-        strangeness=share(),
-        joint=joint,
-        accept=joint > 0.4,
-    )
-
-
 @pytest.mark.slow
-def test_a_million_rows_make_a_small_page(reported: Reported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    n = 10**6
-    out = stand_in(n, 3, len(reported.head.sepc.bank))
-    monkeypatch.setattr(TrustHead, "judge", lambda *_: out)
-    z = np.lib.stride_tricks.as_strided(reported.z, (n, 6), (0, 8))  # one row, a million times
-    y = np.array([*CLASSES, "dog"])[np.random.default_rng(1).integers(4, size=n)]
-    path = reported.head.report(z, y, np.broadcast_to(reported.logits[:1], (n, 3)), tmp_path / "page.html")
+def test_a_million_rows_make_a_small_page(reported: Reported, tmp_path: Path) -> None:
+    path = report_of_a_million(reported, tmp_path / "page.html")
     assert path.stat().st_size < MOST_BYTES
     assert path.with_suffix(".json").stat().st_size < MOST_BYTES
     found = numbers_inside(path)
-    assert found["totals"]["rows"] == n
+    assert found["totals"]["rows"] == MILLION
     assert len(found["samples"]) > 100
 
 

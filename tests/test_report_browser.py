@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, Unavailable
-from reported_heads import reported_head
+from reported_heads import MOST_BYTES, Reported, report_of_a_million, reported_head
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=2'><a href='https://example.org'>"
 LONG = "W" * 400
+# The most seconds that a page of a million rows takes to open.
+MOST_SECONDS = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reported() -> Reported:
+    return reported_head()
+
+
+@pytest.fixture(scope="module")
+def page(reported: Reported, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report whose classes, ids and texts are hostile, long or both, with thumbnails."""
-    head, z, y, logits = reported_head()
+    head, z, y, logits = reported
     n = len(z)
     return head.report(
         *(z, y, logits, tmp_path_factory.mktemp("page") / "page.html"),
@@ -96,12 +103,35 @@ def test_a_mark_on_the_map_leads_to_its_card(opened: Browser) -> None:
     assert opened.run("return document.querySelector('.found').hidden") is False
 
 
+@pytest.mark.slow
+def test_a_million_rows_open_in_two_seconds(browser: Browser, reported: Reported, tmp_path: Path) -> None:
+    """The time is that of the processor, so it does not depend on other work of the machine."""
+    path = report_of_a_million(reported, tmp_path / "page.html")
+    assert path.stat().st_size < MOST_BYTES
+    browser.view(1600)
+    loads = [browser.seconds_to_open(path) for _ in range(3)]
+    assert 0.0 < min(loads) < MOST_SECONDS
+    assert browser.run("return document.querySelectorAll('.sample').length") > 100
+
+
 @pytest.mark.parametrize("scripts", [True, False])
 @pytest.mark.parametrize("width", [400, 1600])
 def test_nothing_is_wider_than_the_window(browser: Browser, page: Path, width: int, scripts: bool) -> None:
     browser.view(width, scripts=scripts)
     browser.open(page)
     assert browser.widths() == (width, width)
+
+
+def test_paper_shows_every_sample_and_no_control(opened: Browser) -> None:
+    shown = "[...document.querySelectorAll(%r)].filter(element => element.getClientRects().length).length"
+    every = opened.run("return document.querySelectorAll('.sample').length")
+    assert opened.run(f"return {shown % '.sample'}") < every
+    opened.command("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert opened.run(f"return {shown % '.sample'}") == every
+        assert opened.run(f"return {shown % 'nav, .controls'}") == 0
+    finally:
+        opened.command("Emulation.setEmulatedMedia", media="")
 
 
 def test_dark_and_light_have_contrast(browser: Browser, page: Path) -> None:

@@ -298,7 +298,7 @@ def _split(targets: Any, seed: int) -> tuple[Any, Any]:
     """Positions of the rows that calibrate and of those that fit: a quarter and the rest, by chance in each class."""
     import numpy as np
 
-    from sepc_torch.head.trust_head import LEAST_CALIBRATION
+    from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 
     rng = np.random.default_rng(seed)
     classes, codes = np.unique(targets, return_inverse=True)

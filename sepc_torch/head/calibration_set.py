@@ -13,6 +13,8 @@ from sepc_torch.head.evidence import Evidence, EvidenceValues
 from sepc_torch.model.queries import check_logits, refuse_rows_without_prediction, rows_without_prediction
 from sepc_torch.shapes import Bool, Float, Int
 
+# Least number of calibration points: both halves of the split need enough points to fit and to rank.
+LEAST_CALIBRATION = 20
 # Share of calibration points that may coincide with training points: some data sets contain duplicates.
 _MAX_DUPLICATES = 0.5
 

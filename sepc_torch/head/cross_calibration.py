@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head.calibration import Calibration
-from sepc_torch.head.calibration_set import CalibrationSet, calibration_set
+from sepc_torch.head.calibration_set import LEAST_CALIBRATION, CalibrationSet, calibration_set
 from sepc_torch.head.evidence import EvidenceValues
-from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.queries import class_codes, points_as_tensor
 from sepc_torch.shapes import Float
 

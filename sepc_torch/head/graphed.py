@@ -21,7 +21,8 @@ class GraphedHead:
     Args:
         head: The head, on a CUDA device.
         rows: Largest number of rows of a batch.
-        logits: Whether batches come with logits.
+        features: Number of features D of the embeddings.
+        classes: Number of classes C of the logits; None for batches without logits.
     """
 
     def __init__(self, head: nn.Module, rows: int, features: int, classes: int | None) -> None:

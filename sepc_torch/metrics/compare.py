@@ -19,8 +19,9 @@ from torch import Tensor
 from sepc_torch import metrics
 from sepc_torch.data.arrays import count, numeric_points, training_set
 from sepc_torch.data.progress import Choice
+from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.metrics.baselines import baseline_scores
 from sepc_torch.metrics.compare_inputs import InputFormat, LabelledRows, classes_of_head, label_list
 from sepc_torch.metrics.comparison import Comparison

@@ -1,4 +1,4 @@
-r"""Custom torch operators: distances and class counts for batches; also operator registration, full precision.
+r"""Custom torch operators: distances and class counts for batches; also operator registration.
 
 ``torch.compile`` and ``torch.export`` treat each operator as one opaque node, without a graph break. Inside, an
 operator processes the batch in pieces of bounded memory and can read values. Only ``distances`` is differentiable, in
@@ -7,14 +7,13 @@ operator processes the batch in pieces of bounded memory and can read values. On
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sepc_torch.data.shared_setting import SharedSetting
+from sepc_torch.model.precision import full_precision as full_precision
 from sepc_torch.shapes import Bool, Float, Int
 
 # Bytes of the largest temporary. On a CPU a piece should fit into the cache; on a GPU it should occupy all cores.
@@ -24,45 +23,7 @@ GPU_BYTES = 256 * 2**20
 _COLUMN_ROWS = 16
 _COLUMN_PIECE = 1024
 # Limit of Newton steps on the secular equation. The loop stops at convergence; distant thin ellipsoids need most steps.
-_SECULAR_STEPS = 40
-
-
-def _set_full_precision() -> Callable[[], None]:
-    """Set float32 matrix products to full precision; return a function that restores the previous setting."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # raised if the user set fp32_precision per backend, which this older function cannot read
-        backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-        precisions = [backend.fp32_precision for backend in backends]
-        _set_precisions(backends, ["ieee" for _ in backends])
-        return lambda: _set_precisions(backends, precisions)
-    if before == "highest":
-        return lambda: None
-    torch.set_float32_matmul_precision("highest")
-    return lambda: torch.set_float32_matmul_precision(before)
-
-
-def _set_precisions(backends: list[Any], precisions: list[str]) -> None:
-    for backend, precision in zip(backends, precisions, strict=True):
-        backend.fp32_precision = precision
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    restore = _set_full_precision()
-    yield
-    restore()
-
-
-# Torch keeps the precision of float32 matrix products as a setting of the whole process.
-_FULL_FLOAT32 = SharedSetting(_full_float32)
-
-
-@contextmanager
-def full_precision(z: Tensor) -> Iterator[None]:
-    """Context in which matrix products use the tensor's own dtype, regardless of autocast and TF32 settings."""
-    with torch.autocast(z.device.type, enabled=False), _FULL_FLOAT32:
-        yield
+SECULAR_STEPS = 40
 
 
 def rows_per_piece(like: Tensor, values_per_row: int) -> int:
@@ -168,12 +129,8 @@ def _euclidean_distances(
             y = torch.bmm(z[piece] - centers[:, None, :], axes.mT).abs() / unit.unsqueeze(2)
             t = (e * y - e * e).amax(dim=2).clamp_min(0)
             outside = (y / e).square().sum(dim=2) > 1
-            for _ in range(_SECULAR_STEPS):
-                denominator = e * e + t.unsqueeze(2)
-                terms = (e * y / denominator).square()
-                norm = terms.sum(dim=2).sqrt()
-                step = (norm - 1) * norm.square() / (terms / denominator).sum(dim=2)
-                ahead = t + torch.where(outside, step.clamp_min(0), 0)
+            for _ in range(SECULAR_STEPS):
+                ahead = t + torch.where(outside, secular_step(y, e, t), 0)
                 if bool((ahead <= t * (1 + 4 * torch.finfo(t.dtype).eps)).all()):
                     break
                 t = ahead
@@ -181,6 +138,15 @@ def _euclidean_distances(
             # NaN comes from overflow, so the distance is too large for the dtype: report infinity.
             out[piece] = torch.where(outside, torch.where(distance.isnan(), torch.inf, distance), 0).T
     return out
+
+
+def secular_step(y: Float[Tensor, "K n D"], e: Float[Tensor, "K 1 D"], t: Float[Tensor, "K n"]) -> Float[Tensor, "K n"]:
+    r"""Newton's step on :math:`(\sum_i (e_i y_i / (e_i^2 + t))^2)^{-1/2} = 1`, zero instead of a step back."""
+    denominator = e * e + t.unsqueeze(2)
+    terms = (e * y / denominator).square()
+    norm = terms.sum(dim=2).sqrt()
+    step = (norm - 1) * norm.square() / (terms / denominator).sum(dim=2)
+    return step.clamp_min(0)
 
 
 def _euclidean_distances_shape(z: Tensor, centers: Tensor, axes: Tensor, semi_axes: Tensor, wanted: Tensor) -> Tensor:
@@ -267,14 +233,17 @@ def _expanded_counts(
     if len(rows) == 0:
         return out
     starts = torch.searchsorted(grid_classes, torch.arange(classes + 1, dtype=torch.int32, device=distance.device))
+    longest = int(starts.diff().max())
     # A binary search needs about eight integers per class. With a tail, the int32 indices of the steps are copied too.
     copied = step_ids.shape[1] // 2 if tail_distances.shape[1] else 0
     size = rows_per_piece(out, 8 * classes + copied)
 
     def counts(k: Int[Tensor, "n"], row: Int[Tensor, "n"]) -> Int[Tensor, "n C"]:
+        runs = starts.expand(len(k), -1)
+        if tail_distances.shape[1]:  # the ellipsoids keep different steps
+            runs = torch.searchsorted(step_ids[k], runs.int().contiguous())
         within = distance[row, k] * (1.0 + surface)
-        tables = (starts, grid_counts, step_ids, step_distances, tail_distances)
-        return _counts_within(k, within, *tables)
+        return counts_within(k, within, runs, longest, starts, grid_counts, step_distances, tail_distances)
 
     near = nearness[rows]
     least, nearest = near.min(dim=1)
@@ -297,35 +266,34 @@ def _expanded_counts_shape(distance: Tensor, *arguments: Any) -> Tensor:
     return torch.empty(2, distance.shape[0], arguments[-3], dtype=torch.int64, device=distance.device)
 
 
-def _counts_within(
-    k: Int[Tensor, "n"],
-    within: Float[Tensor, "n"],
+def counts_within(
+    k: Int[Tensor, "*n"],
+    within: Float[Tensor, "*n"],
+    runs: Int[Tensor, "*n s"],
+    longest: int,
     starts: Int[Tensor, "s"],
     grid_counts: Int[Tensor, "T"],
-    step_ids: Int[Tensor, "K L"],
     step_distances: Float[Tensor, "K L"],
     tail_distances: Float[Tensor, "K J"],
-) -> Int[Tensor, "n C"]:
-    """Class counts within a distance of ellipsoid k, by binary search in its steps; ``starts`` are those of the grids.
+) -> Int[Tensor, "*n C"]:
+    """Class counts within a distance of ellipsoid k, by binary search in its steps.
 
     The steps of a class that an ellipsoid keeps are the first of the class's grid, so that the number of steps within
-    the distance says which count was reached.
+    the distance says which count was reached. Each class has one of the ``runs`` of steps, of at most ``longest``, in
+    the table of the ellipsoid; ``starts`` are those of the grids.
     """
-    steps, levels = step_ids.shape[1], tail_distances.shape[1]
-    bounds = starts.expand(len(k), -1)
-    if levels:  # the ellipsoids keep different steps
-        bounds = torch.searchsorted(step_ids[k], bounds.int().contiguous())
-    low, high = bounds[:, :-1], bounds[:, 1:]
-    base, first, flat = (k * steps).unsqueeze(1), low, step_distances.reshape(-1)
-    for _ in range(int(starts.diff().max()).bit_length()):
+    steps, levels = step_distances.shape[1], tail_distances.shape[1]
+    low, high, within = runs[..., :-1], runs[..., 1:], within.unsqueeze(-1)
+    base, first, flat = (k * steps).unsqueeze(-1), low, step_distances.reshape(-1)
+    for _ in range(longest.bit_length()):
         middle = (low + high) // 2
-        passed = (middle < high) & (flat[base + middle.clamp_max(steps - 1)].to(within.dtype) <= within.unsqueeze(1))
+        passed = (middle < high) & (flat[base + middle.clamp_max(steps - 1)].to(within.dtype) <= within)
         low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
     reached = low - first
     counts = torch.where(reached > 0, grid_counts[(starts[:-1] + reached - 1).clamp_min(0)], 0)
     if levels:
-        level = (tail_distances[k].to(within.dtype) <= within.unsqueeze(1)).sum(dim=1, keepdim=True)
-        counts += (grid_counts[starts[1:] - 1] - counts) * level // levels
+        level = (tail_distances[k].to(within.dtype) <= within).sum(dim=-1, keepdim=True)
+        counts = counts + (grid_counts[(starts[1:] - 1).clamp_min(0)] - counts) * level // levels
     return counts
 
 

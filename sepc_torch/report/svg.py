@@ -198,11 +198,11 @@ def _map_scale(section: MapSection) -> tuple[tuple[float, float], tuple[float, f
 
 
 def _place(scale: tuple[tuple[float, float], tuple[float, float]], x: float, y: float) -> str:
-    """Pixels of a point; points beyond the map are drawn at its edge."""
+    """Pixels of a point; points beyond the map are drawn at its edge, where the largest mark is still whole."""
     (across, up), (left, low) = scale
     px = _MAP_EDGE + (x - left) * across
     py = _MAP_HEIGHT - _MAP_EDGE - (y - low) * up
-    return f"{min(max(px, 4.0), _MAP_WIDTH - 4):.1f} {min(max(py, 4.0), _MAP_HEIGHT - 4):.1f}"
+    return f"{min(max(px, 8.0), _MAP_WIDTH - 8):.1f} {min(max(py, 8.0), _MAP_HEIGHT - 8):.1f}"
 
 
 def _ellipse(s00: float, s01: float, s11: float) -> tuple[float, float, float]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
 from sepc_torch.head.assess import assess_plainly
 from sepc_torch.head.densities import mixtures
-from sepc_torch.model.torch_ops import _SECULAR_STEPS
+from sepc_torch.model.torch_ops import SECULAR_STEPS, counts_within, secular_step
 from sepc_torch.shapes import Bool, Float, Int
 
 # Number of equally near ellipsoids that a graph expands for a point outside; further ones are left out. Four is a
@@ -48,12 +48,8 @@ def euclidean_distances(
     y = torch.matmul(z.unsqueeze(0) - centers.unsqueeze(1), axes.transpose(1, 2)).abs() / unit.unsqueeze(2)
     t = (e * y - e * e).amax(dim=2).clamp_min(0)
     outside = ((y / e).square().sum(dim=2) > 1) & wanted
-    for _ in range(_SECULAR_STEPS):
-        denominator = e * e + t.unsqueeze(2)
-        terms = (e * y / denominator).square()
-        norm = terms.sum(dim=2).sqrt()
-        step = (norm - 1) * norm.square() / (terms / denominator).sum(dim=2)
-        t = t + torch.where(outside, step.clamp_min(0), 0)
+    for _ in range(SECULAR_STEPS):
+        t = t + torch.where(outside, secular_step(y, e, t), 0)
     distance = (t.unsqueeze(2) * y / (e * e + t.unsqueeze(2))).square().sum(dim=2).sqrt() * unit
     return torch.where(outside, torch.where(distance.isnan(), torch.inf, distance), 0).T
 
@@ -111,20 +107,11 @@ def expanded_counts(
     runs = starts.expand(ellipsoids, -1)
     if tail_distances.shape[1]:
         runs = _search(step_ids.long(), starts.expand(ellipsoids, -1))
-    low, high = runs[k][..., :-1], runs[k][..., 1:]
-    begin, base, flat = low, (k * steps).unsqueeze(2), step_distances.reshape(-1)
-    for _ in range(min(steps, grid_classes.shape[0]).bit_length()):
-        middle = (low + high) // 2
-        reached = flat[base + middle.clamp_max(steps - 1)].to(within.dtype) <= within.unsqueeze(2)
-        passed = (middle < high) & reached
-        low, high = torch.where(passed, middle + 1, low), torch.where(passed, high, middle)
-    counted = low - begin
-    counts = torch.where(counted > 0, grid_counts.long()[(starts[:-1] + counted - 1).clamp_min(0)], 0)
-    if levels := tail_distances.shape[1]:
-        level = (tail_distances[k].to(within.dtype) <= within.unsqueeze(2)).sum(dim=2, keepdim=True)
-        counts = counts + (grid_counts.long()[(starts[1:] - 1).clamp_min(0)] - counts) * level // levels
+    longest = min(steps, grid_classes.shape[0])
+    grid_counts = grid_counts.long()
+    counts = counts_within(k, within, runs[k], longest, starts, grid_counts, step_distances, tail_distances)
     tied = tied.unsqueeze(2)
-    most = grid_counts.long().sum()
+    most = grid_counts.sum()
     narrow, wide = torch.where(tied, counts, most).amin(dim=1), torch.where(tied, counts, 0).amax(dim=1)
     return torch.where(wanted.unsqueeze(1), torch.stack([narrow, wide]), 0)
 
@@ -145,20 +132,10 @@ def class_nearest(
 
 
 def log_densities(
-    distance: Float[Tensor, "B K"],
-    log_weight: Float[Tensor, "K"],
-    freedom: Float[Tensor, "K"],
-    codes: Int[Tensor, "K"],
-    dim: int,
-    classes: int,
+    distance: Float[Tensor, "B K"], log_weight: Float[Tensor, "K"], freedom: Float[Tensor, "K"], *regions: Any
 ) -> Float[Tensor, "B C"]:
     """Log density of each class, from the distances to all regions."""
-    return mixtures(distance.double(), log_weight.double(), freedom.double(), codes, dim, classes)
-
-
-def assess(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Calibrated values of labels."""
-    return assess_plainly(*arguments)
+    return mixtures(distance.double(), log_weight.double(), freedom.double(), *regions)
 
 
 def _search(ordered: Tensor, values: Tensor) -> Int[Tensor, "*k B"]:
@@ -207,9 +184,9 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
             expanded_counts,
             class_nearest,
             log_densities,
-            assess,
         )
     },
+    torch.ops.sepc_torch.assess.default: assess_plainly,
     torch.searchsorted: _search,
     torch.asinh: _asinh,
     torch.log1p: _log1p,

@@ -32,6 +32,9 @@ _AT_BOUND = (1e-5, 1e-9)
 _CORRECTIONS = 8
 # Singular values of the final least-squares problem below this share of the largest are noise.
 _RANK = 1e-13
+# Rounding error of the length of a combination, as a share of the summed lengths of its terms. A combination that is 0
+# consists of rounding errors only, so its own length is no measure of them.
+_ROUNDING = 1e-14
 
 
 def nearest_combination(
@@ -174,7 +177,8 @@ def _crossover(
             solved[free] += change[:count]
         below, above = solved < 0.0, solved > cap
         if not (below | above).any():
-            better = np.linalg.norm(base + solved @ points) <= np.linalg.norm(base + z @ points) * (1.0 + 1e-14)
-            return solved if better else None
+            length, before = (np.linalg.norm(base + weights @ points) for weights in (solved, z))
+            terms = np.linalg.norm(base) + z @ np.linalg.norm(points, axis=1)
+            return solved if length <= before + _ROUNDING * terms else None
         low, high = low | below, high | above
     return None

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import Reason, refusal_reason
-from sepc_torch.head.trust_head import LEAST_CALIBRATION, TrustHead
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.metrics.selective import aurc, risk_at_coverage
 from sepc_torch.model.queries import rows_without_prediction
 from sepc_torch.shapes import Bool, Float, Int
