@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from copy import deepcopy
 from typing import Any
@@ -68,7 +69,8 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         Largest share of wrong labels among the accepted ones, kept with probability ``1 - delta`` over the
         calibration rows. None: ``flag_rate`` decides.
     flag_rate : float, default=0.05
-        Share of ordinary rows that may be refused, on average over calibration sets; used if ``risk`` is None.
+        Share of rows like the calibration rows that may be refused, on average over calibration sets;
+        used if ``risk`` is None.
     delta : float, default=0.05
         Probability that the promise of ``risk`` may fail.
     cv : int, splitter, iterable or None, default=None
@@ -78,8 +80,11 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         Share of the rows that only calibrate.
     reject_label : label or None, default=None
         Label that ``predict`` returns for refused rows. None: ``predict`` returns the estimator's labels only.
+    keep_points : bool, default=False
+        Whether ``head_`` keeps its training points, so that it can be updated:
+        ``head_.update(embedding_.embed(estimator_, X), y)``.
     random_state : int, RandomState instance or None, default=0
-        Seed of the split into fitting and calibration rows and of the ranked calibration rows.
+        Seed of the split into fitting and calibration rows, and of the choice of calibration rows that set thresholds.
 
     Attributes
     ----------
@@ -88,7 +93,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
     head_ : TrustHead
         The head; ``head_.save(path)`` writes it for use without scikit-learn.
     acceptance_ : Acceptance or None
-        Threshold, coverage and error on the ranked calibration rows; None without a calibration.
+        Threshold, coverage and error on the calibration rows that set the threshold; None without a calibration.
     embedding_ : ClassifierEmbedding
         From rows to the numbers that the head sees.
     classes_ : ndarray of shape (n_classes,)
@@ -141,6 +146,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         cv: Any = None,
         calibration_size: Any = 0.25,
         reject_label: Any = None,
+        keep_points: Any = False,
         random_state: Any = 0,
     ) -> None:
         self.estimator = estimator
@@ -151,6 +157,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         self.cv = cv
         self.calibration_size = calibration_size
         self.reject_label = reject_label
+        self.keep_points = keep_points
         self.random_state = random_state
 
     estimator_: Any
@@ -353,7 +360,9 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         some = _check_method_params(X, params, indices=rows)
         return clone(self.estimator).fit(_safe_indexing(X, rows), y[rows], **some)
 
-    def _fit_head(self, estimator: Any, X: Any, y: Array) -> tuple[ClassifierEmbedding, TrustHead]:
+    def _fit_head(
+        self, estimator: Any, X: Any, y: Array, keep_points: bool = False
+    ) -> tuple[ClassifierEmbedding, TrustHead]:
         """The embedding of rows that the estimator was fitted to, and a head on it."""
         embedding = ClassifierEmbedding.fit(self.embed, estimator, X)
         z = embedding.embed(estimator, X)
@@ -368,6 +377,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             nan_policy="flag",
             progress=False,
             classes=estimator.classes_,
+            keep_points=keep_points,
         )
         return embedding, head
 
@@ -383,9 +393,13 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             fitted = np.arange(len(y))
         self.estimator_ = self._fit_estimator(X, y, params, fitted if enough else None)
         self.classes_ = self.estimator_.classes_
-        self.embedding_, self.head_ = self._fit_head(self.estimator_, _safe_indexing(X, fitted), y[fitted])
+        self.embedding_, self.head_ = self._fit_head(
+            self.estimator_, _safe_indexing(X, fitted), y[fitted], self.keep_points
+        )
         if not enough:
-            self._accept_nothing(f"calibration_size={self.calibration_size:g} leaves {len(calibration)} of {len(y)}")
+            more = math.ceil((LEAST_CALIBRATION - len(calibration)) / self.calibration_size)
+            left = f"calibration_size={self.calibration_size:g} leaves {len(calibration)} of {len(y)}"
+            self._accept_nothing(f"{left}, about {more} rows too few")
             return
         z, logits = self.embedding_(self.estimator_, _safe_indexing(X, calibration))
         self.head_.calibrate(z, y[calibration], logits, seed=int(random.randint(2**31)))
@@ -394,7 +408,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
     def _fit_with_folds(self, X: Any, y: Array, params: dict[str, Any], random: Any) -> None:
         self.estimator_ = self._fit_estimator(X, y, params, None)
         self.classes_ = self.estimator_.classes_
-        self.embedding_, self.head_ = self._fit_head(self.estimator_, X, y)
+        self.embedding_, self.head_ = self._fit_head(self.estimator_, X, y, self.keep_points)
         if len(y) < LEAST_CALIBRATION or np.unique(y, return_counts=True)[1].min() < 2:
             self._accept_nothing(f"with cv, every class needs two rows, and {len(y)} rows are given")
             return
@@ -420,15 +434,22 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         )
 
     def _accept_at(self) -> None:
-        if self.risk is not None:
-            self.acceptance_ = self.head_.accept_at(risk=self.risk, delta=self.delta)
-            return
+        """Set the threshold; warn if the rows are too few for the wanted promise."""
         assert self.head_.calibration is not None
-        least = self.head_.calibration.network.least_flag_rate(self.flag_rate)
+        labels, rows = self.head_.calibration.network, 1.0 / self.calibration_size if self.cv is None else 1.0
+        if self.risk is not None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The head accepts nothing", UserWarning)
+                self.acceptance_ = self.head_.accept_at(risk=self.risk, delta=self.delta)
+            if not self.acceptance_.found:
+                limits = labels.shortfall(self.risk, self.delta, rows, "rows of X")
+                warnings.warn(f"The head accepts nothing: {limits}", CalibrationWarning, stacklevel=4)
+            return
+        least = labels.least_flag_rate(self.flag_rate)
         if least > self.flag_rate:
             warnings.warn(
-                f"There are too few calibration rows for flag_rate={self.flag_rate:g}; up to {least:.3g} of ordinary "
-                f"rows are refused. Give more rows, or pass flag_rate={least:.3g}.",
+                f"{labels.flag_rate_shortfall(self.flag_rate, rows, 'rows of X')} Until then up to {least:.3g} of rows "
+                f"like the calibration rows are refused; flag_rate={least:.3g} says so without this warning.",
                 CalibrationWarning,
                 stacklevel=4,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -89,7 +90,7 @@ class TestFit:
         assert "Rows: 500, of which 375 fit and 125 calibrate" in printed
         assert "Features: age, city (3 categories), income (with gaps)" in printed
         assert "Promise: on average at most 5.0% of new rows are refused" in printed
-        assert "calibration rows: " in printed
+        assert "calibration rows that set the threshold: " in printed
         head = TrustHead.load(folder / "model.safetensors")
         assert head.classes == ["no", "yes"]
         assert head.encoding is not None
@@ -112,7 +113,7 @@ class TestFit:
         assert "has 5 unusable columns" in reported
         for part in (
             "'name' holds a different text in every row, like an id (--drop name)",
-            "'when' holds timestamp",
+            "'when' holds dates or times (replace it by numbers that matter",
             "'empty' holds no value (--drop empty)",
             "10 cells are no finite number, such as 'wide' in row 190 (--missing wide, --categorical size, or --drop",
             "'note' holds 175 different texts in 200 rows (--drop note",
@@ -126,6 +127,51 @@ class TestFit:
         assert reported_json["suspicious"] == ["n"]
         assert reported_json["features"] == ["age", "city", "income", "n", "size"]
         assert reported_json["calibrated"] == 50
+
+    def test_dates_are_pointed_out(self, folder: Path, tmp_path: Path) -> None:
+        frame = (
+            people(0, 200)
+            .drop(columns="name")
+            .assign(
+                day=[f"2024-01-{1 + i % 9:02}" for i in range(200)],
+                seen=[f"{1 + i % 7}.3.24 12:30" for i in range(200)],
+            )
+        )
+        frame.to_csv(tmp_path / "d.csv", index=False)
+        found = run("fit", tmp_path / "d.csv", "-l", "answer", "-o", tmp_path / "m", "--json")
+        assert json.loads(found.stdout)["dates"] == ["day", "seen"]
+        assert "column 'day' holds dates, which count as categories" in found.stderr
+        assert "--drop day" in found.stderr
+        frame["day"] = pd.date_range("2020-01-01", periods=200).strftime("%d/%m/%Y")
+        frame.to_csv(tmp_path / "d.csv", index=False)
+        assert "'day' holds dates (replace" in fail("fit", tmp_path / "d.csv", "-l", "answer", "-o", tmp_path / "m")
+
+    def test_points_are_kept_for_updates(self, folder: Path, tmp_path: Path) -> None:
+        frame = pd.read_csv(folder / "train.csv")
+        arguments = ["fit", folder / "train.csv", "-l", "answer", "--drop", "name", "-o", tmp_path / "m"]
+        succeed(*arguments, "--keep-points")
+        head = TrustHead.load(tmp_path / "m.safetensors")
+        assert head.training_set is not None
+        before = len(head.training_set)
+        head.update(frame[:10], frame["answer"][:10], ids=[f"new {i}" for i in range(10)])
+        assert len(head.training_set) == before + 10
+
+    def test_a_promise_that_needs_more_rows(self, folder: Path, tmp_path: Path) -> None:
+        """500 rows give 125 calibration rows, of which 62 set thresholds: a risk of 1 % needs at least 299 of them."""
+        arguments = ["fit", folder / "train.csv", "-l", "answer", "--id", "name", "-o", tmp_path / "m"]
+        found = run(*arguments, "--risk", "0.01")
+        said = re.search(
+            r"No promise, nothing is accepted: 125 calibration points \(62 of them set thresholds\) cannot promise a "
+            r"risk of 0\.01: they can promise a risk of .*; about (\d+) more rows in the file \(a quarter calibrates\)",
+            found.stdout,
+        )
+        assert said is not None, found.output
+        assert int(said[1]) >= 8 * (299 - 62)
+        assert "accepts nothing" not in found.stderr
+        printed = run("score", tmp_path / "m", folder / "new.csv", "-o", tmp_path / "s.csv", "--flag-rate", "0.01")
+        assert "about 75 more calibration rows are needed" in printed.stdout
+        noted = run("explain", tmp_path / "m", folder / "new.csv", "--row", "0", "--risk", "0.001").stderr
+        assert "more calibration rows are needed" in noted
 
     def test_rows_that_cannot_be_used_are_left_out(self, folder: Path, tmp_path: Path) -> None:
         lines = (folder / "train.csv").read_text().splitlines()
@@ -182,7 +228,8 @@ class TestScore:
         reported = json.loads(run(*arguments, "--risk", 0.0001).stdout)
         assert (reported["promise"]["found"], reported["accepted"]) == (False, 0)
         printed = run(*arguments[:-1], "--risk", 0.0001).stdout
-        assert "No promise: " in printed
+        assert "No promise, nothing is accepted: " in printed
+        assert reported["promise"]["text"] in printed
 
     @pytest.mark.parametrize("block", [300, 2**22])
     def test_one_bad_row_is_flagged(
@@ -419,6 +466,54 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder: Path, case: st
     assert sorted(folder.iterdir()) == before
 
 
+def test_novel_rows_are_listed(folder: Path, tmp_path: Path) -> None:
+    frame = people(1, 60)
+    frame.loc[:14, "age"] += 500.0
+    frame.to_csv(tmp_path / "n.csv", index=False)
+    arguments = ["novelties", folder / "model", tmp_path / "n.csv", "-o", tmp_path / "o.csv"]
+    printed = succeed(*arguments, "--fdr", 0.2, "--id", "name")
+    found = pd.read_csv(tmp_path / "o.csv")
+    assert f"{len(found)} of 60 rows are novel" in printed
+    assert found.columns.tolist() == ["row", "name", "p_value", "adjusted"]
+    assert set(range(15)) <= set(found["row"])
+    assert found["name"].tolist() == frame["name"][found["row"]].tolist()
+    assert json.loads(succeed(*arguments, "--fdr", 0.001, "--json"))["novel"] == 0
+    assert pd.read_csv(tmp_path / "o.csv").empty
+
+
+def test_label_errors_are_listed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    kind = np.array(["cat", "dog"])[np.arange(200) % 2]
+    frame = pd.DataFrame(rng.normal(size=(200, 3)), columns=list("abc"))
+    frame["a"] += 12.0 * (kind == "dog")
+    frame = frame.assign(place=rng.choice(["x", "y"], 200), kind=kind, key=[f"k{i}" for i in range(200)])
+    frame.loc[[7, 30], "kind"] = ["cat", "dog"]
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    arguments = ["label-errors", tmp_path / "d.csv", "-l", "kind", "--id", "key", "-o", tmp_path / "o.parquet"]
+    assert "2 rows are listed" in succeed(*arguments)
+    found = pd.read_parquet(tmp_path / "o.parquet").sort_values("row")
+    assert found.columns.tolist() == ["row", "key", "label", "suggested", "wrong", "adjusted"]
+    assert found[["row", "key", "label", "suggested"]].to_numpy().tolist() == [
+        [7, "k7", "cat", "dog"],
+        [30, "k30", "dog", "cat"],
+    ]
+    assert json.loads(succeed(*arguments, "--top", 5, "--json"))["found"] == 2
+    assert set(pd.read_parquet(tmp_path / "o.parquet")["row"][:2]) == {7, 30}
+    assert len(pd.read_parquet(tmp_path / "o.parquet")) == 5
+    renamed = frame.rename(columns={"key": "wrong"})
+    renamed.to_csv(tmp_path / "d.csv", index=False)
+    assert "also the name of a result" in fail(*arguments[:4], "--id", "wrong", "-o", tmp_path / "x.csv")
+
+
+def test_drift_has_an_exit_code(folder: Path, tmp_path: Path) -> None:
+    people(2, 300).to_csv(tmp_path / "same.csv", index=False)
+    people(2, 300).assign(age=90.0).to_csv(tmp_path / "other.csv", index=False)
+    assert "no drift shown after 300 points" in succeed("drift", folder / "model", tmp_path / "same.csv")
+    found = run("drift", folder / "model", tmp_path / "other.csv")
+    assert found.exit_code == 1
+    assert found.stdout.startswith("drift after 300 points")
+
+
 def test_a_head_without_calibration_is_not_scored(folder: Path, tmp_path: Path) -> None:
     head = TrustHead.load(folder / "model.safetensors")
     TrustHead(head.projection, head.sepc, head.evidence, encoding=head.encoding).save(tmp_path / "m.safetensors")
@@ -479,7 +574,10 @@ class TestExport:
 
     def test_a_table_is_encoded_before(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TrustHead, "export", lambda _head, path, *, logits: path.write_text(str(logits)))
-        assert "encoding.encode(table).points" in succeed("export", folder / "model", "-o", tmp_path / "head.pt2")
+        printed = succeed("export", folder / "model", "-o", tmp_path / "head.pt2")
+        assert (
+            "z holds 6 encoded numbers, not the 3 columns of the table: TrustHead.load(model).encode(table)" in printed
+        )
         assert (tmp_path / "head.pt2").read_text() == "False"
 
     def test_misuse_is_one_line(self, folder: Path, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_strange_points(head: TrustHead) -> None:
     x, _, logits = draw(rng, 400)
     report = DriftMonitor(head).update(x + 1.5 * rng.normal(size=x.shape), logits)
     assert report.alarm
-    assert any(move.change == "sank" and move.share > 2 * move.expected for move in report.moves)
+    assert any(move.change == "fell" and move.share > 2 * move.expected for move in report.moves)
 
 
 def test_batches_do_not_matter(head: TrustHead) -> None:

@@ -61,7 +61,7 @@ def blank_pages(rng: Rng, blank: np.ndarray, count: int, share: float) -> tuple[
     )
     same = rng.random(count) < share
     z[same], y[same] = blank, 0
-    logits = np.eye(2)[np.where((rng.random(count) < 0.15) & ~same, 1 - y, y)]
+    logits = 3.0 * np.eye(2)[np.where((rng.random(count) < 0.15) & ~same, 1 - y, y)]
     return z, y, logits
 
 

@@ -47,7 +47,7 @@ def assert_equal(got: HeadPrediction, want: HeadPrediction) -> None:
         assert int((~same).sum()) <= rows // 100, name
 
 
-@pytest.mark.filterwarnings("ignore:.*classes have few:UserWarning", "ignore:.*classes have fewer than:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*classes have few:UserWarning", "ignore:Classes with fewer than:UserWarning")
 @pytest.mark.parametrize("name", HEADS)
 def test_standard_operators_give_the_answers_of_our_own(name: str) -> None:
     rng = np.random.default_rng(0)

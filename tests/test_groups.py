@@ -273,5 +273,5 @@ class TestLimits:
         rng = np.random.default_rng(6)
         x, y, _ = draw(rng, 200)
         small = TrustHead.fit(x, y, dim=2).calibrate(*draw(rng, 80))
-        with pytest.warns(UserWarning, match=r"40 ranked calibration points .* can promise a risk of .* more would be"):
+        with pytest.warns(UserWarning, match=r"80 calibration points .* can promise a risk of .* more calib"):
             assert not small.accept_at(risk=0.06).found

@@ -142,7 +142,7 @@ def test_acceptance_when_no_threshold_qualifies(rng: Rng, with_logits: bool) -> 
     x, labels, logits = draw(rng, 100)
     head.calibrate(x, labels, logits if with_logits else None)
     given = torch.from_numpy(logits) if with_logits else None
-    with pytest.warns(UserWarning, match=r"accepts nothing: 50 ranked calibration points promise no risk of 0\.0001"):
+    with pytest.warns(UserWarning, match=r"nothing: 100 calibration points \(50 .*\) cannot promise a risk of 0\.0001"):
         acceptance = head.accept_at(risk=1e-4)
     assert not acceptance.found
     assert acceptance.threshold == math.inf
@@ -150,7 +150,7 @@ def test_acceptance_when_no_threshold_qualifies(rng: Rng, with_logits: bool) -> 
     assert math.isnan(acceptance.error)
     assert acceptance.points == 50
     assert not head(batch(x), logits=given).accept.any()
-    with pytest.warns(UserWarning, match=r"50 ranked points are too few .* at least 0\.0196"):
+    with pytest.warns(UserWarning, match=r"every point: 100 .* about 1900 more .* at least 0\.0196"):
         everything = head.accept_at(flag_rate=0.001)
     assert everything.threshold == -math.inf
     assert everything.coverage == 1.0
@@ -513,3 +513,19 @@ def test_accept_at_rejects_invalid_requests(rng: Rng) -> None:
     for request in ({"risk": 0.0}, {"risk": 1.0}, {"risk": 0.1, "delta": 0.0}, {"flag_rate": 0.0}, {"flag_rate": 1.5}):
         with pytest.raises(ValueError, match="must lie between 0 and 1"):
             head.accept_at(**request)  # type: ignore[call-overload]
+
+
+def test_probabilities_in_place_of_logits() -> None:
+    """Calibration says so once; it is silent about logits, also about masked classes and one row that sums to one."""
+    rng = np.random.default_rng(0)
+    head = fit(rng)
+    x, labels, logits = draw(rng, 60)
+    head.calibrate(x, labels, logits)
+    probabilities = torch.from_numpy(logits).softmax(dim=1)
+    with pytest.warns(UserWarning, match="look like probabilities"):
+        head.calibrate(x, labels, probabilities)
+    with pytest.warns(UserWarning, match="look like logarithms of probabilities"):
+        head.calibrate(x, labels, probabilities.log())
+    mixed = np.concatenate([probabilities.numpy()[:59], logits[59:]])
+    head.calibrate(x, labels, mixed)
+    head(batch(x), logits=probabilities.log().float())

@@ -24,7 +24,7 @@ FIGURES = ("risk_coverage", "reliability", "embedding")
 STEPS = (10, 20)
 
 # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
-pytestmark = pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning")
 
 
 class Run(NamedTuple):

@@ -28,7 +28,7 @@ Rng = np.random.Generator
 pytestmark = [
     pytest.mark.usefixtures("seeded"),
     # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
-    pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
 ]
 
 

@@ -33,7 +33,9 @@ def test_false_discoveries_are_as_promised(fdr: float, shift: float) -> None:
 
 def test_small_batches_do_not_estimate_the_share() -> None:
     """The estimate adds one sample, which would cost a batch of two samples half of its level."""
-    assert find_novelties(torch.tensor([0.04, 0.8]), ranked=99, fdr=0.1).novel.tolist() == [True, False]
+    found = find_novelties(torch.tensor([0.04, 0.8]), ranked=99, fdr=0.1)
+    assert found.novel.tolist() == [True, False]
+    assert repr(found) == "Novelties(1 of 2 samples are novel, threshold=0.04, least=1, ordinary=1)"
 
 
 @pytest.mark.parametrize("novel", [0, 30, 60])

@@ -246,19 +246,31 @@ def test_a_search_over_parameters() -> None:
 
 def test_few_rows_are_not_calibrated() -> None:
     X, y = fixed(60, 2)
-    with pytest.warns(CalibrationWarning, match="leaves 15 of 60"):
+    with pytest.warns(CalibrationWarning, match="leaves 15 of 60, about 20 rows too few"):
         model = TrustClassifier(LogisticRegression(), reject_label=-1).fit(X, y)
     assert model.acceptance_ is None
     assert (model.predict(X) == -1).all()
     np.testing.assert_array_equal(model.estimator_.coef_, LogisticRegression().fit(X, y).coef_)  # fitted to all rows
-    with pytest.warns(CalibrationWarning, match="too few calibration rows for flag_rate=0.05"):
+    with pytest.warns(CalibrationWarning, match="for flag_rate=0.05; about 16 more rows of X are needed"):
         TrustClassifier(LogisticRegression(), calibration_size=0.5).fit(X, y)
+    with pytest.warns(CalibrationWarning, match=r"cannot promise a risk of 0\.01: .* more rows of X are needed"):
+        model = TrustClassifier(LogisticRegression(), calibration_size=0.5, risk=0.01).fit(X, y)
+    assert not model.accept(X).any()
+
+
+def test_points_are_kept_for_updates() -> None:
+    X, y = fixed(90)
+    model = TrustClassifier(LogisticRegression(), flag_rate=0.1, keep_points=True).fit(X, y)
+    assert model.head_.training_set is not None
+    before = len(model.head_.training_set)
+    model.head_.update(model.embedding_.embed(model.estimator_, X[:5]), y[:5])
+    assert len(model.head_.training_set) == before + 5
 
 
 def test_a_class_in_the_calibration_part_only_is_fitted() -> None:
     X, y = fixed(200, 2)
     y[np.random.RandomState(5).permutation(200)[3]] = 7  # the only row of class 7 would be held back
-    with pytest.warns(UserWarning, match="1 classes have fewer"):
+    with pytest.warns(UserWarning, match="Classes with fewer"):
         model = TrustClassifier(LogisticRegression(), random_state=5).fit(X, y)
     assert model.classes_.tolist() == [0, 1, 7]
     assert model.acceptance_ is not None
@@ -279,7 +291,7 @@ def test_folds_calibrate_with_all_rows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The least populated class:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*classes have fewer than:UserWarning")
+@pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning")
 def test_folds_without_a_class_are_not_calibrated() -> None:
     X, y = fixed(60)
     y[0] = 7

@@ -1,11 +1,13 @@
 """Command line interface ``sepc`` (extra ``cli``): fit, calibrate, score, explain, report, export and more.
 
-Results go to standard output, notes and progress to standard error. Exit code 0 means success. Exit code 2 means wrong
-arguments, data or files, reported in one line; nothing is written then.
+Results go to standard output, notes and progress to standard error. Exit code 0 means success. ``sepc drift`` ends
+with exit code 1 if the rows have drifted. Exit code 2 means wrong arguments, data or files, reported in one line;
+nothing is written then.
 """
 
 from sepc_torch.cli.explaining import compare, demo, explain
 from sepc_torch.cli.exporting import export
+from sepc_torch.cli.finding import label_errors, novelties
 from sepc_torch.cli.fitting import calibrate, fit
 from sepc_torch.cli.paper import NearestBy, landscape
 from sepc_torch.cli.scoring import score
@@ -22,7 +24,9 @@ __all__ = [
     "explain",
     "export",
     "fit",
+    "label_errors",
     "landscape",
+    "novelties",
     "report",
     "score",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from sepc_torch.cli.row_files import RowFile
+from sepc_torch.cli.shell import note
 from sepc_torch.cli_tables import named, shortened
 from sepc_torch.data.table_encoding import ABSENT, category_texts, parse_numbers
 from sepc_torch.shapes import Array
@@ -21,6 +22,9 @@ _MOST_DISTINCT = 0.5
 _MOSTLY_NUMBERS = 0.5
 # Fewer rows can be distinct and in order by chance.
 _LEAST_ORDERED = 20
+# Dates such as 2024-01-31, 2024/1/31, 31.01.2024 and 1/31/24, alone or before a time of day.
+_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ]\d{1,2}:\d{2}.*)?")
+_DATE_ADVICE = "replace it by numbers that matter, such as the month or the age in days"
 
 
 class Survey(NamedTuple):
@@ -31,12 +35,14 @@ class Survey(NamedTuple):
         categories: Columns of categories.
         unusable: For the other columns, what is wrong and which option helps.
         suspicious: Columns that look like a row number.
+        dates: Columns of categories that hold dates.
     """
 
     numbers: list[str]
     categories: list[str]
     unusable: dict[str, str]
     suspicious: list[str]
+    dates: list[str]
 
 
 def cells(column: Any) -> Array:
@@ -64,11 +70,14 @@ def survey(
         categorical: Names of the columns that the user calls categorical.
         missing: Texts that stand for a missing value.
     """
-    found = Survey([], [], {}, [])
+    found = Survey([], [], {}, [], [])
     for name in features:
         column = table.column(name)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         drop = f"--drop {shlex.quote(name)}"
+        if pa.types.is_temporal(kind):
+            found.unusable[name] = f"holds dates or times ({_DATE_ADVICE}, or {drop})"
+            continue
         if not (_is_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             found.unusable[name] = f"holds {kind}, neither numbers nor text ({drop})"
             continue
@@ -96,15 +105,32 @@ def survey(
                 f"({helping})"
             )
         else:
-            distinct = len(set(category_texts(values, missing).tolist()) - {ABSENT})
-            if distinct == present and present > 1:
+            texts = set(category_texts(values, missing).tolist()) - {ABSENT}
+            distinct, dates = len(texts), all(map(_DATE.fullmatch, map(str.strip, texts)))
+            if dates and distinct > _MOST_DISTINCT * present:
+                found.unusable[name] = f"holds dates ({_DATE_ADVICE}, or {drop})"
+            elif distinct == present and present > 1:
                 found.unusable[name] = f"holds a different text in every row, like an id ({drop})"
             elif distinct > _MOST_DISTINCT * present:
                 helping = f"{drop}, or --categorical {shlex.quote(name)} to use the most frequent ones"
                 found.unusable[name] = f"holds {distinct} different texts in {present} rows ({helping})"
             else:
                 found.categories.append(name)
+                if dates:
+                    found.dates.append(name)
     return found
+
+
+def notes_on_columns(found: Survey) -> None:
+    """Point out columns that look like a row number and categories that are dates."""
+    for name in found.suspicious:
+        drop = f"--drop {shlex.quote(name)}"
+        note(f"column {name!r} looks like a row number: new rows would all look strange. Leave it out: {drop}")
+    for name in found.dates:
+        note(
+            f"column {name!r} holds dates, which count as categories: all later dates are unknown ones. "
+            f"{_DATE_ADVICE.capitalize()}, or leave it out: --drop {shlex.quote(name)}"
+        )
 
 
 def refuse_unusable(file: RowFile, unusable: dict[str, str]) -> None:

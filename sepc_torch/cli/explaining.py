@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sepc_torch.cli.fitting import promise_of
+from sepc_torch.cli.fitting import use_promise
 from sepc_torch.cli.paper import explain_paper
 from sepc_torch.cli.shell import (
     AsJson,
@@ -53,7 +53,7 @@ def explain(
     Without --risk and --flag-rate the decision is by the promise of the model; pass what `sepc score` was given.
     """
     from sepc_torch.cli.columns import logit_columns
-    from sepc_torch.cli.head_rows import head_features, points_of
+    from sepc_torch.cli.head_rows import head_features, note_missing_logits, points_of
     from sepc_torch.cli.row_files import open_rows
     from sepc_torch.data.files import kind_of
     from sepc_torch.head.trust_head import TrustHead
@@ -64,8 +64,7 @@ def explain(
         explain_paper(SEPC.load(model), data, row, as_json)
         return
     head = TrustHead.load(model)
-    if risk is not None or flag_rate is not None:
-        promise_of(head, risk, delta, flag_rate)
+    use_promise(head, risk, delta, flag_rate)
     file = open_rows(data, sep)
     scores = logit_columns(file, logits, head.classes)
     features = head_features(head, file, [file.label, *scores])
@@ -73,6 +72,7 @@ def explain(
     points = points_of(head, piece, features, scores)
     for i, problem in points.problems.items():
         raise ValueError(f"{str(data)!r}, row {row[i]} has no decision: {problem}. Correct the row.")
+    note_missing_logits(head, scores)
     explained = head.explain(points.z, logits=points.logits)
     assert isinstance(explained, list)  # one for each row
     reasons = [_in_units(head, reason) for reason in explained]
@@ -99,9 +99,9 @@ def compare(
     Without logits, the labels of a logistic regression on the model's reference points are judged.
     """
     from sepc_torch.cli.columns import chosen_label, logit_columns
-    from sepc_torch.cli.fitting import notes_on_rows
     from sepc_torch.cli.head_rows import labelled_points
     from sepc_torch.cli.row_files import open_rows
+    from sepc_torch.cli.training_rows import notes_on_rows
     from sepc_torch.head.trust_head import TrustHead
     from sepc_torch.metrics.compare import compare as compare_scores
 

@@ -38,10 +38,14 @@ def export(
     size = output.stat().st_size
     if as_json:
         described = {"file": str(output), "bytes": size, "columns": inputs, "classes": head.classes}
-        print_json(described | {"features": head.feature_names})
+        encoding = None if head.encoding is None else head.encoding.to_dict()
+        print_json(described | {"features": head.feature_names, "encoding": encoding})
         return
     shapes = ", ".join(f"{name} (rows, {width})" for name, width in inputs.items())
     print(f"Inputs: {shapes} in {str(head.projection.shift.dtype).removeprefix('torch.')}.")
     if head.encoding is not None:
-        print("z holds the encoded columns of the table: TrustHead.load(model).encoding.encode(table).points")
+        print(
+            f"z holds {head.in_features} encoded numbers, not the {len(head.encoding.columns)} columns of the table: "
+            "TrustHead.load(model).encode(table) gives them, and the file describes the encoding in its metadata."
+        )
     print(f"Written: {printable(output)} ({size / 2**20:.1f} MiB)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,6 +12,8 @@ import typer
 from sepc_torch.cli.paper import Jobs, MaxImpure, NearestBy, Solver, Standardize, fit_paper
 from sepc_torch.cli.shell import (
     AsJson,
+    Categorical,
+    Classes,
     Data,
     Delta,
     FlagRate,
@@ -18,6 +21,7 @@ from sepc_torch.cli.shell import (
     Label,
     Logits,
     MaxRows,
+    Missing,
     Model,
     Risk,
     Seed,
@@ -36,9 +40,19 @@ from sepc_torch.data.text_table import printable
 _HELD = 0.25
 # Most rows that a fit reads into memory. Ellipsoids are fitted to about half as many.
 _MAX_ROWS = 2**19
-# Share of ordinary rows that a new head refuses, where the user asks for nothing else.
+# Share of rows that a new head refuses, where the user asks for nothing else.
 _FLAG_RATE = 0.05
 _SCOPE = " It holds for rows drawn like the calibration rows."
+
+
+class Rows(NamedTuple):
+    """Rows that a user must add for each further calibration row, and their name."""
+
+    number: float = 1.0
+    name: str = "calibration rows"
+
+
+_CALIBRATION = Rows()
 
 
 class Promise(NamedTuple):
@@ -55,15 +69,13 @@ def fit(
     output: Annotated[Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")],
     label: Label = None,
     drop: Ignored = None,
-    categorical: Annotated[
-        list[str] | None, typer.Option(help="Column of numbers or text that names categories; repeatable.")
-    ] = None,
-    missing: Annotated[list[str] | None, typer.Option(help="Text that stands for a missing value; repeatable.")] = None,
+    categorical: Categorical = None,
+    missing: Missing = None,
     identify: Annotated[
         str | None, typer.Option("--id", help="Column that names the rows in explanations. Default: row number.")
     ] = None,
     logits: Logits = None,
-    classes: Annotated[str | None, typer.Option(help="Labels in the order of the logits, separated by commas.")] = None,
+    classes: Classes = None,
     risk: Risk = None,
     delta: Delta = 0.05,
     flag_rate: FlagRate = None,
@@ -76,114 +88,85 @@ def fit(
     standardize: Standardize = True,
     nearest: Annotated[NearestBy, typer.Option(help=f"{NearestBy.__doc__} (--paper)")] = NearestBy.euclidean,
     solver: Solver = "native",
+    keep_points: Annotated[
+        bool, typer.Option("--keep-points", help="Keep the training rows in the model, to update it later in Python.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fit a model to labelled rows, and calibrate it on a quarter of them."""
     output = new_model(output)
     if paper:
-        calibrated = {"categorical": categorical, "missing": missing, "logits": logits, "classes": classes}
-        for option, given in (calibrated | {"id": identify, "sep": sep, "risk": risk, "flag-rate": flag_rate}).items():
+        calibrated: dict[str, Any] = {
+            "categorical": categorical,
+            "missing": missing,
+            "logits": logits,
+            "classes": classes,
+        }
+        calibrated |= {"id": identify, "sep": sep, "risk": risk, "flag-rate": flag_rate, "keep-points": keep_points}
+        for option, given in calibrated.items():
             if given:
                 raise ValueError(f"--{option} does not go with --paper, which reads plain tables of numbers.")
         fit_paper(data, output, label, drop, max_impure, standardize, nearest, solver, jobs, as_json)
         return
-    import numpy as np
-
-    from sepc_torch.cli.columns import (
-        chosen_label,
-        feature_columns,
-        label_values,
-        logit_columns,
-        refuse_unusable,
-        survey,
-    )
-    from sepc_torch.cli.head_rows import plain_numbers, sample_rows
+    from sepc_torch.cli.columns import notes_on_columns
     from sepc_torch.cli.row_files import open_rows
-    from sepc_torch.data.table_encoding import MISSING, TableEncoding, category_texts
+    from sepc_torch.cli.training_rows import ColumnOptions, notes_on_rows, training_rows
+    from sepc_torch.data.table_encoding import category_texts
     from sepc_torch.head.trust_head import TrustHead
 
     file = open_rows(data, sep)
-    drop, categorical = drop or [], categorical or []
-    label = chosen_label(file, label)
-    file.require([*drop, *categorical, *([] if identify is None else [identify])])
-    order = None if classes is None else [name.strip() for name in classes.split(",")]
-    scores = logit_columns(file, logits, order)
-    embeddings = file.embeddings or bool(scores)
-    features = feature_columns(file, [label, identify, *scores, *drop])
-    columns = [*features, label, *scores, *([] if identify is None else [identify])]
-    sample = sample_rows(file, list(dict.fromkeys(columns)), label, max_rows, seed)
-    absent = (*MISSING, *(missing or []))
-    found = survey(sample.table, sample.rows, features, categorical, frozenset(absent))
-    if embeddings:
-        told = "holds categories, which embeddings have not"
-        found.unusable.update({name: f"{told} (--drop {name})" for name in found.categories})
-    refuse_unusable(file, found.unusable)
-    if embeddings:  # rows with a missing number have no embedding
-        sample = sample.without(plain_numbers(_columns(sample, features)).problems)
-    if scores:
-        sample = sample.without(plain_numbers(_columns(sample, scores)).problems)
-    targets = np.array(label_values(sample.table.column(label)))
-    names = sorted(set(targets.tolist())) if order is None else _checked_order(order, targets)
-    scores = logit_columns(file, logits, names)
-    held, kept = _split(targets, seed)
-    train, calibrating = sample.take(kept), sample.take(held)
-    encoding = None
-    if not embeddings:
-        encoding = TableEncoding.fit(_columns(train, features), found.numbers, found.categories, absent)
-
-    def points(part: Any) -> Any:
-        columns = _columns(part, features)
-        return (plain_numbers(columns) if encoding is None else encoding.encode(columns)).points
-
-    if scores and len(scores) != len(names):
-        raise ValueError(
-            f"There are {len(scores)} columns of logits and {len(names)} labels; every class needs a column and rows. "
-            "Name the columns with --logits, in the order of the sorted labels or of --classes."
-        )
+    options = ColumnOptions(label, drop, categorical, missing, identify, logits, classes)
+    rows = training_rows(file, options, max_rows, seed)
+    held, kept = _split(rows.targets, seed)
+    train, calibrating = rows.sample.take(kept), rows.sample.take(held)
+    encoding = rows.encoding(train)
     head = TrustHead.fit(
-        points(train),
-        targets[kept],
-        normalize="l2" if embeddings else None,
+        rows.points(train, encoding),
+        rows.targets[kept],
+        normalize="l2" if rows.embeddings else None,
         nan_policy="flag",
         max_impure=max_impure,
         n_jobs=jobs,
         solver=solver,
-        classes=names,
+        keep_points=keep_points,
+        classes=rows.classes,
         ids=train.rows if identify is None else category_texts(train.table.column(identify).to_pylist()).tolist(),
     )
-    named_features = tuple(features) if embeddings and file.named else None
-    head = TrustHead(head.projection, head.sepc, head.evidence, named_features, head.reference_ids, encoding=encoding)
-    head.calibrate(points(calibrating), targets[held], _logits(calibrating, scores), seed=seed)
-    promise = promise_of(head, risk, delta, flag_rate)
+    names = tuple(rows.features) if rows.embeddings and file.named else None
+    parts = head.projection, head.sepc, head.evidence, names, head.reference_ids, head.training_set
+    head = TrustHead(*parts, encoding=encoding)
+    head.calibrate(rows.points(calibrating, encoding), rows.targets[held], rows.logits_of(calibrating), seed=seed)
+    promise = promise_of(head, risk, delta, flag_rate, Rows(1.0 / _HELD, "rows in the file (a quarter calibrates)"))
     head.save(output)
-    for name in found.suspicious:
-        note(f"column {name!r} looks like a row number: new rows would all look strange. Leave it out: --drop {name}")
-    notes_on_rows(sample)
-    counts = Counter(targets.tolist())
+    notes_on_columns(rows.columns)
+    notes_on_rows(rows.sample)
+    counts = Counter(rows.targets.tolist())
     if as_json:
         described = {
             "model": str(output),
-            "points": len(targets),
+            "points": len(rows.targets),
             "fitted": len(kept),
             "calibrated": len(held),
-            "features": features,
-            "categories": found.categories,
+            "features": rows.features,
+            "categories": rows.columns.categories,
             "encoded": head.in_features,
-            "classes": by_label(names, [counts[name] for name in names]),
-            "logits": scores,
+            "classes": by_label(rows.classes, [counts[name] for name in rows.classes]),
+            "logits": rows.logits,
             "ellipsoids": len(head.sepc.bank),
-            "suspicious": found.suspicious,
-            "left_out": len(sample.left_out),
+            "suspicious": rows.columns.suspicious,
+            "dates": rows.columns.dates,
+            "left_out": len(rows.sample.left_out),
         }
         print_json(described | {"promise": promise.numbers})
         return
-    print(f"Rows: {len(targets)}, of which {len(kept)} fit and {len(held)} calibrate (seed {seed}).")
-    print(f"Classes: {', '.join(f'{printable(name)} ({counts[name]})' for name in names)}")
-    print(f"Features: {', '.join(_described(name, encoding) for name in features)}")
-    if encoding is not None and head.in_features != len(features):
+    print(f"Rows: {len(rows.targets)}, of which {len(kept)} fit and {len(held)} calibrate (seed {seed}).")
+    print(f"Classes: {', '.join(f'{printable(name)} ({counts[name]})' for name in rows.classes)}")
+    print(f"Features: {', '.join(_described(name, encoding) for name in rows.features)}")
+    if encoding is not None and head.in_features != len(rows.features):
         print(f"Encoded as {head.in_features} numbers.")
-    if scores:
-        print(f"Logits: {', '.join(f'{printable(c)} for {printable(n)}' for c, n in zip(scores, names, strict=True))}")
+    if rows.logits:
+        pairs = zip(rows.logits, rows.classes, strict=True)
+        print(f"Logits: {', '.join(f'{printable(column)} for {printable(name)}' for column, name in pairs)}")
     print(f"{promise.text}\nWritten: {printable(output)}")
 
 
@@ -209,6 +192,7 @@ def calibrate(
     from sepc_torch.cli.columns import chosen_label, logit_columns
     from sepc_torch.cli.head_rows import labelled_points
     from sepc_torch.cli.row_files import open_rows
+    from sepc_torch.cli.training_rows import notes_on_rows
     from sepc_torch.head.trust_head import TrustHead
 
     model = existing_model(model)
@@ -231,7 +215,17 @@ def calibrate(
         print(f"Rows: {len(rows.targets)} calibrate (seed {seed}).\n{promise.text}\nWritten: {printable(output)}")
 
 
-def promise_of(head: Any, risk: float | None, delta: float, flag_rate: float | None) -> Promise:
+def use_promise(head: Any, risk: float | None, delta: float, flag_rate: float | None) -> None:
+    """Set the acceptance threshold of a head if the user asks for a promise; note a promise that cannot be kept."""
+    if risk is not None or flag_rate is not None:
+        promise = promise_of(head, risk, delta, flag_rate)
+        if not promise.numbers["found"]:
+            note(promise.text)
+
+
+def promise_of(
+    head: Any, risk: float | None, delta: float, flag_rate: float | None, rows: Rows = _CALIBRATION
+) -> Promise:
     """Set the acceptance threshold of a calibrated head; return what is promised.
 
     Args:
@@ -239,59 +233,33 @@ def promise_of(head: Any, risk: float | None, delta: float, flag_rate: float | N
         risk: Allowed share of wrong labels among the accepted ones, or None.
         delta: Allowed probability that the promise of ``risk`` fails.
         flag_rate: Allowed share of refused rows, or None; 5 % if neither is given.
+        rows: Rows to add if there are too few.
     """
     if risk is not None and flag_rate is not None:
         raise ValueError("Pass --risk or --flag-rate, not both: one threshold keeps one promise.")
+    labels = head.calibration.network if head.calibration.network.done else head.calibration.own
+    wanted = _FLAG_RATE if flag_rate is None else flag_rate
     if risk is None and flag_rate is None:
-        flag_rate = head.calibration.own.least_flag_rate(_FLAG_RATE)
-    found = head.accept_at(risk=risk, delta=delta, flag_rate=flag_rate)
+        flag_rate = labels.least_flag_rate(_FLAG_RATE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The head accepts", UserWarning)  # the promise says so
+        found = head.accept_at(risk=risk, delta=delta, flag_rate=flag_rate)
     if risk is not None:
         text = (
             f"Promise: with probability {1 - delta:.0%} over the calibration rows, at most {risk:.1%} of the accepted "
             f"labels are wrong.{_SCOPE}"
         )
         if not found.found:
-            text = (
-                f"No promise: {found.points} calibration rows cannot show that at most {risk:.1%} of the accepted "
-                "labels are wrong, so nothing is accepted. Allow a larger --risk, or calibrate with more rows."
-            )
+            text = f"No promise, nothing is accepted: {labels.shortfall(risk, delta, *rows)}"
     else:
         text = f"Promise: on average at most {flag_rate:.1%} of new rows are refused.{_SCOPE}"
+        if labels.least_flag_rate(wanted) > wanted:
+            text += f"\nNote: {labels.flag_rate_shortfall(wanted, *rows)}"
     if found.found:
-        text += f"\nOn {found.points} ranked calibration rows: {found.coverage:.1%} accepted"
+        text += f"\nOn the {found.points} calibration rows that set the threshold: {found.coverage:.1%} accepted"
         text += "." if found.coverage == 0 else f", {found.error:.1%} of the accepted labels wrong."
-    numbers = {"risk": risk, "delta": delta if risk is not None else None, "flag_rate": flag_rate, **found._asdict()}
-    return Promise(text, numbers)
-
-
-def notes_on_rows(sample: Any) -> None:
-    """Say which rows were sampled and which were left out."""
-    if sample.read > len(sample.rows) + len(sample.left_out):
-        note(f"used a random sample of the {sample.read} rows of the file; --max-rows changes its size")
-    if sample.left_out:
-        row, problem = next(iter(sorted(sample.left_out.items())))
-        few = "1 row is" if len(sample.left_out) == 1 else f"{len(sample.left_out)} rows are"
-        note(f"{few} left out: row {row}: {problem}{', and more' if len(sample.left_out) > 1 else ''}")
-
-
-def _columns(sample: Any, names: list[str]) -> dict[str, Any]:
-    from sepc_torch.cli.columns import cells
-
-    return {name: cells(sample.table.column(name)) for name in names}
-
-
-def _logits(sample: Any, names: list[str]) -> Any:
-    from sepc_torch.cli.head_rows import plain_numbers
-
-    return plain_numbers(_columns(sample, names)).points if names else None
-
-
-def _checked_order(order: list[str], targets: Any) -> list[Any]:
-    """The classes in the order that the user names, with the type of the labels."""
-    by_text = {str(name): name for name in set(targets.tolist())}
-    if sorted(order) != sorted(by_text):
-        raise ValueError(f"--classes names {order}, and the labels are {sorted(by_text)}; name each label once.")
-    return [by_text[name] for name in order]
+    asked = {"text": text, "risk": risk, "delta": delta if risk is not None else None, "flag_rate": flag_rate}
+    return Promise(text, {**asked, **found._asdict()})
 
 
 def _split(targets: Any, seed: int) -> tuple[Any, Any]:
@@ -312,7 +280,8 @@ def _split(targets: Any, seed: int) -> tuple[Any, Any]:
     if len(chosen) < LEAST_CALIBRATION:
         raise ValueError(
             f"{len(targets)} rows are too few: a quarter of them calibrates, which takes at least {LEAST_CALIBRATION}. "
-            "Add rows, or fit the paper's classifier with --paper."
+            f"Add about {round((LEAST_CALIBRATION - len(chosen)) / _HELD)} rows, or fit the paper's classifier with "
+            "--paper."
         )
     return chosen, np.setdiff1d(np.arange(len(targets)), chosen)
 

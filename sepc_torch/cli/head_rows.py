@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from sepc_torch.cli.columns import cells
 from sepc_torch.cli.row_files import Piece, RowFile
+from sepc_torch.cli.shell import note
 from sepc_torch.cli_tables import named
 from sepc_torch.data.progress import Bar
 from sepc_torch.data.table_encoding import ABSENT, MISSING, Encoded, category_texts, note_problems, parse_numbers
@@ -129,6 +130,12 @@ def head_features(head: TrustHead, file: RowFile, others: Sequence[str | None]) 
             f"are matched by position because the model has no names; the columns are {named(found)}."
         )
     return found
+
+
+def note_missing_logits(head: TrustHead, logits: Sequence[str]) -> None:
+    """Say so if a head was calibrated with logits, and a file has none."""
+    if not logits and head.calibration is not None and head.calibration.network.done:
+        note("the model was calibrated with a network's logits; without --logits it judges its own labels")
 
 
 def points_of(

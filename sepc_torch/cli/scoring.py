@@ -94,7 +94,7 @@ def _score(
 ) -> None:
     """Judge the rows of a file and write the decisions."""
     from sepc_torch.cli.columns import logit_columns
-    from sepc_torch.cli.head_rows import head_features, points_of, with_progress
+    from sepc_torch.cli.head_rows import head_features, note_missing_logits, points_of, with_progress
     from sepc_torch.cli.row_files import open_rows
     from sepc_torch.cli.writing import score_writer
 
@@ -124,7 +124,8 @@ def _score(
             raise ValueError(f"{str(data)!r} has no rows.")
         tally.refuse_other_labels(file.path, label)
     unused = [name for name in file.names if name not in columns]
-    _notes(head, tally, unused, bool(scores))
+    _notes(tally, unused)
+    note_missing_logits(head, scores)
     if as_json:
         promised = promise.numbers if promise else None
         print_json({"output": str(output), "ignored": unused, **tally.numbers(), "promise": promised})
@@ -267,7 +268,7 @@ def _cells(share: dict[str, Any]) -> list[object]:
     return [share["points"], f"{share['share']:.1%}", "" if accuracy is None else f"{accuracy:.1%}"]
 
 
-def _notes(head: TrustHead, tally: Tally, unused: list[str], with_logits: bool) -> None:
+def _notes(tally: Tally, unused: list[str]) -> None:
     """Print what a user should know about the rows and columns."""
     from sepc_torch.cli_tables import named
 
@@ -281,5 +282,3 @@ def _notes(head: TrustHead, tally: Tally, unused: list[str], with_logits: bool) 
         note(f"missing values that training did not have were replaced by the median: {listed}")
     if tally.unknown_labels:
         note(f"labels unknown to the model count as mistakes: {named(sorted(tally.unknown_labels))}")
-    if not with_logits and head.calibration is not None and head.calibration.network.done:
-        note("the model was calibrated with a network's logits; without --logits it judges its own labels")

@@ -33,17 +33,23 @@ Label = Annotated[str | None, typer.Option("--label", "-l", help="Column with th
 Ignored = Annotated[
     list[str] | None, typer.Option("--drop", "--ignore", help="Column that is not a feature; repeatable.")
 ]
+Categorical = Annotated[
+    list[str] | None, typer.Option(help="Column of numbers or text that names categories; repeatable.")
+]
+Missing = Annotated[list[str] | None, typer.Option(help="Text that stands for a missing value; repeatable.")]
 Separator = Annotated[str | None, typer.Option("--sep", help="Character between the fields of a CSV or TSV file.")]
 Logits = Annotated[
     str | None,
     typer.Option(help="Columns with a network's logits: their common prefix, or their names separated by commas."),
 ]
+Classes = Annotated[str | None, typer.Option(help="Labels in the order of the logits, separated by commas.")]
 Risk = Annotated[
     float | None, typer.Option(help="Accept labels so that at most this share of the accepted ones is wrong.")
 ]
 Delta = Annotated[float, typer.Option(help="Allowed probability that the promise of --risk fails.")]
 FlagRate = Annotated[
-    float | None, typer.Option(help="Accept labels so that at most this share of ordinary rows is refused.")
+    float | None,
+    typer.Option(help="Accept labels so that at most this share of rows like the calibration rows is refused."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice of rows.")]
 MaxRows = Annotated[int, typer.Option(min=100, help="Use a random sample of at most this many rows of the file.")]
@@ -54,12 +60,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 def one_line_errors() -> Iterator[None]:
     """Report errors that a user can correct as one line on standard error, with exit code 2.
 
-    Warnings of the library become notes, after the command has succeeded.
+    Warnings of the library become notes, after the command has succeeded. A command ends with another exit code by
+    raising ``typer.Exit``.
     """
+    result: typer.Exit | None = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             yield
+        except typer.Exit as code:
+            result = code
         except BrokenPipeError:
             raise  # the reader closed the pipe; typer exits quietly
         except ModuleNotFoundError as error:
@@ -70,6 +80,8 @@ def one_line_errors() -> Iterator[None]:
             raise typer.Exit(2) from None
     for text in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
         note(" ".join(text.split()))
+    if result is not None:
+        raise result
 
 
 def note(text: str) -> None:

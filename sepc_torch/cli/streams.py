@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sepc_torch.cli.fitting import promise_of
+from sepc_torch.cli.fitting import use_promise
 from sepc_torch.cli.shell import (
     AsJson,
     Data,
@@ -61,8 +61,7 @@ def report(
 
     check_writable(output, [".html"])
     head = TrustHead.load(existing_model(model))
-    if risk is not None or flag_rate is not None:
-        promise_of(head, risk, delta, flag_rate)
+    use_promise(head, risk, delta, flag_rate)
     file = open_rows(data, sep)
     label = label or file.label
     by_text = dict(zip(category_texts(head.classes).tolist(), head.classes, strict=True))
@@ -70,7 +69,7 @@ def report(
     truth: list[Any] = []
     names: list[str] = []
     texts: list[str] = []
-    for piece, points in _judged(head, file, label, logits, [identify, text]):
+    for piece, points in judged(head, file, label, logits, [identify, text]):
         good = np.setdiff1d(np.arange(len(points.z)), list(points.problems))
         if points.truth is not None:
             good = good[[points.truth[i] is not None for i in good]]
@@ -108,7 +107,10 @@ def drift(
     sep: Separator = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether the rows of a file, in their order, still look like the rows that calibrated the model."""
+    """Tell whether the rows of a file, in their order, still look like the rows that calibrated the model.
+
+    The exit code is 1 if the rows have drifted, and 0 if no drift is shown.
+    """
     from sepc_torch.cli.row_files import open_rows
     from sepc_torch.head.drift import DriftMonitor
     from sepc_torch.head.trust_head import TrustHead
@@ -117,7 +119,7 @@ def drift(
     monitor = DriftMonitor(head, alpha=alpha)
     head.sepc.nan_policy = "flag"  # one unusable row does not end the file
     left_out = 0
-    for _, points in _judged(head, open_rows(data, sep), None, logits, []):
+    for _, points in judged(head, open_rows(data, sep), None, logits, []):
         monitor.update(points.z, points.logits)
         left_out += len(points.problems)
     found = monitor.report()
@@ -129,19 +131,22 @@ def drift(
         print_json(found.to_dict())
     else:
         print(found)
+    if found.alarm:
+        raise typer.Exit(1)
 
 
-def _judged(
+def judged(
     head: TrustHead, file: RowFile, label: str | None, logits: str | None, others: list[str | None]
 ) -> Iterator[tuple[Piece, Points]]:
     """Read the rows of a file as points of a head, a piece at a time; ``others`` are columns that are no features."""
     from sepc_torch.cli.columns import logit_columns
-    from sepc_torch.cli.head_rows import head_features, points_of, with_progress
+    from sepc_torch.cli.head_rows import head_features, note_missing_logits, points_of, with_progress
 
     scores = logit_columns(file, logits, head.classes)
     named = [column for column in (label, *others) if column is not None]
     file.require(named)
     features = head_features(head, file, [file.label, *named, *scores])
+    note_missing_logits(head, scores)
     columns: list[Any] = list(dict.fromkeys([*features, *scores, *named]))
     for piece in with_progress(file, columns, "read"):
         yield piece, points_of(head, piece, features, scores, label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -153,8 +153,21 @@ def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
             raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}.")
     shape = tuple(x.shape)
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"{name} must be a non-empty array of shape (points, features), got shape {shape}.")
+        raise ValueError(
+            f"{name} must be a non-empty array of shape (points, features), got shape {shape}.{single_row_hint(shape)}"
+        )
     return x, names
+
+
+def single_row_hint(shape: Sequence[int]) -> str:
+    """Last sentence of an error message about a shape: how to pass a single row, if the shape is of one.
+
+    >>> single_row_hint((5,))
+    ' Pass a single row as a batch of one: z[None].'
+    >>> single_row_hint((5, 3))
+    ''
+    """
+    return " Pass a single row as a batch of one: z[None]." if len(shape) == 1 else ""
 
 
 def refuse_columns(wrong: list[str], name: str = "X") -> None:

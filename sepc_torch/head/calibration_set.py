@@ -17,6 +17,8 @@ from sepc_torch.shapes import Bool, Float, Int
 LEAST_CALIBRATION = 20
 # Share of calibration points that may coincide with training points: some data sets contain duplicates.
 _MAX_DUPLICATES = 0.5
+# Largest deviation of a sum of probabilities from one: that of probabilities in bfloat16. All rows must be as near.
+_NORMALISED = 0.02
 
 
 class CalibrationSet(NamedTuple):
@@ -72,7 +74,35 @@ def calibration_set(
     given = given.to(z.device)
     check_logits(given, (len(z), classes), z.device)
     refuse_rows_without_prediction(rows_without_prediction(given), "Drop those rows from the calibration points.")
+    warn_of_probabilities(given, stacklevel=6)
     label = given.argmax(dim=1)
     values["network"] = evidence.values(measurements, label)
     right["network"] = label == codes
     return CalibrationSet(values, right, {"own": own, "network": label}, given)
+
+
+def warn_of_probabilities(logits: Float[Tensor, "M C"], stacklevel: int = 2) -> None:
+    """Warn if logits are probabilities or their logarithms, which lack what the energy of logits says.
+
+    Args:
+        logits: The given logits.
+        stacklevel: The frame to name in the warning.
+
+    >>> warn_of_probabilities(torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
+    """
+    values = logits.double()
+    sums = values.sum(dim=1)
+    if bool((values >= 0).all() & ((sums - 1.0).abs() < _NORMALISED).all()):
+        warnings.warn(
+            "logits look like probabilities: they are not negative, and every row sums to one. Pass the network's "
+            "output before softmax, at calibrate and at every call; or the logarithm of the probabilities, which is "
+            "right for softmax but has no energy, one of the signs of an unknown kind.",
+            stacklevel=stacklevel,
+        )
+    elif bool((values.logsumexp(dim=1).abs() < _NORMALISED).all()):
+        warnings.warn(
+            "logits look like logarithms of probabilities: the probabilities of every row sum to one. Labels and "
+            "confidence are right, but the energy of the logits is the same for all points, so one of the signs of an "
+            "unknown kind is lost. Pass the network's output before log_softmax if you have it.",
+            stacklevel=stacklevel,
+        )

@@ -270,7 +270,7 @@ class DriftMonitor:
         span = max(int(state["seen"]) - since, 1)
         if j < POWERS:
             share = (state["small"][j // half] - state["low_count"][j]) / span
-            return Move(("sank", "rose")[j // half], (), (), _SMALL, float(share), since, evidence)
+            return Move(("fell", "rose")[j // half], (), (), _SMALL, float(share), since, evidence)
         c, gain = divmod(j - POWERS, len(GAINS))
         total = state["cells"][c] - self._cell_start[c]
         return Move(

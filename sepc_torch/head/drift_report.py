@@ -12,7 +12,7 @@ class Move(NamedTuple):
     """One change of the stream.
 
     Attributes:
-        change: ``"gained"`` or ``"lost"`` traffic, or p-values that ``"sank"`` or ``"rose"``.
+        change: ``"gained"`` or ``"lost"`` traffic, or p-values that ``"fell"`` or ``"rose"``.
         classes: Labels of the classes whose regions changed; empty for p-values.
         regions: Numbers of these regions (ellipsoids).
         expected: Share of the traffic among the calibration points; for p-values, of those up to (from) 0.1 (0.9).
@@ -81,9 +81,13 @@ class DriftReport(NamedTuple):
         lines = [f"{state} after {self.seen} points, p = {self.p_value:.2g}; accepted {self.accepted:.1%}"]
         lines.append(f"accuracy of the accepted points, if regions keep their risk: {accuracy}")
         for move in self.moves:
-            what = f"class {', '.join(map(str, move.classes))}, regions {', '.join(map(str, move.regions))}"
-            shares = f"{move.expected:.1%} to {move.share:.1%} since point {move.since}"
-            lines.append(f"{what if move.regions else 'p-values'} {move.change}: {shares}")
+            shares = f"from {move.expected:.1%} to {move.share:.1%} since point {move.since}"
+            if move.regions:
+                where = f"class {', '.join(map(str, move.classes))}, regions {', '.join(map(str, move.regions))}"
+                lines.append(f"{where} {move.change} traffic: {shares}")
+            else:
+                which = "small p-values (up to 0.1)" if move.change == "fell" else "large p-values (from 0.9)"
+                lines.append(f"{which} became more frequent: {shares}")
         return "\n".join(lines)
 
 

@@ -260,7 +260,7 @@ def _sentence(
         return f"Accepted: {likely}; {bar}."
     if reason == Reason.NOVEL:
         return (
-            f"Refused, because this sample is new to the head: at most {row['p_value']:.1%} of ordinary samples are as "
+            f"Refused, because this sample is new to the head: at most {row['p_value']:.1%} of known samples are as "
             f"unusual. The {whose} label is {_show(label)}."
         )
     if reason == Reason.DISAGREES:

@@ -24,6 +24,8 @@ from sepc_torch.head.evidence import EvidenceValues
 from sepc_torch.head.strangeness import Strangeness
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+# Relative rounding error of one divided by a flag rate.
+_ROUNDING = 1e-12
 # Bound of the log odds of a joint score, which can round to zero.
 _MAX_LOG_ODDS = 1e3
 # Prior odds that a point is of an unknown kind. At typicality p the odds are UNKNOWN_ODDS / p: three points in a
@@ -190,9 +192,8 @@ class LabelCalibration(nn.Module):
             threshold = steps.threshold(flag_threshold(steps.scores, flag_rate))
             if threshold == -math.inf:
                 warnings.warn(
-                    f"{len(self.held_joint)} ranked points are too few for flag_rate={flag_rate:g}; the head accepts "
-                    f"every point. Calibrate with more points, or choose a flag_rate of at least "
-                    f"{self.least_flag_rate(flag_rate):.3g}.",
+                    f"The head accepts every point: {self.flag_rate_shortfall(flag_rate)} Or choose a flag_rate of at "
+                    f"least {self.least_flag_rate(flag_rate):.3g}.",
                     stacklevel=4,
                 )
             return self._set_threshold(threshold, found=True)
@@ -204,20 +205,43 @@ class LabelCalibration(nn.Module):
         """Log odds of the joint scores of the ranked points, within finite bounds."""
         return self.held_joint.double().logit().clamp(-_MAX_LOG_ODDS, _MAX_LOG_ODDS)
 
-    def shortfall(self, risk: float, delta: float) -> str:
-        """Say which risk the ranked points can promise, and how many of them the wanted risk needs."""
+    def shortfall(self, risk: float, delta: float, rows: float = 1.0, what: str = "calibration points") -> str:
+        """Say which risk the calibration can promise, and how many more rows the wanted risk needs.
+
+        Args:
+            risk: The wanted risk.
+            delta: The allowed probability that the guarantee fails.
+            rows: Number of rows that a user must add for each further calibration point.
+            what: Name of these rows.
+        """
         _, accepted, errors = counts_above(separated(self.log_odds()).scores, self.held_right)
         least = least_risk(errors, accepted, delta)
         needed = points_needed(errors, accepted, risk, delta)
         can = f"they can promise a risk of {least:.2g}" if least < 1.0 else "they can promise no risk below 1"
-        # Rounded up to two digits: the number is an estimate.
-        more = None if needed is None else max(needed - len(self.held_joint), 1)
         want = (
-            "no number of points would do, since labels err too often at every score"
-            if more is None
-            else f"about {math.ceil(float(f'{more:.2g}'))} more would be needed if they err like these"
+            "more of them would not help: labels are wrong too often at every score, so use a more accurate classifier"
+            if needed is None
+            else f"about {self._missing(needed, rows)} more {what} are needed if labels are wrong as often as now"
         )
-        return f"{len(self.held_joint)} ranked calibration points promise no risk of {risk:g}: {can}; {want}."
+        return f"{self._used()} cannot promise a risk of {risk:g}: {can}; {want}."
+
+    def flag_rate_shortfall(self, flag_rate: float, rows: float = 1.0, what: str = "calibration points") -> str:
+        """Say how many more rows a flag rate needs; ``rows`` and ``what`` are those of :meth:`shortfall`."""
+        needed = math.ceil((1.0 / flag_rate) * (1.0 - _ROUNDING)) - 1
+        more = self._missing(needed, rows)
+        return f"{self._used()} are too few for flag_rate={flag_rate:g}; about {more} more {what} are needed."
+
+    def _used(self) -> str:
+        ranked, points = len(self.held_joint), len(self.point_label)  # no points: a calibration of version 0.1
+        return f"{points} calibration points ({ranked} of them set thresholds)" if points else f"{ranked} points"
+
+    def _missing(self, needed: int, rows: float) -> int:
+        """Rows to add before ``needed`` points set thresholds, rounded up to two digits: the number is an estimate."""
+        # Without the number of points, of a calibration of version 0.1: half of them are ranked by default.
+        per_ranked = len(self.point_label) / len(self.held_joint) if len(self.point_label) else 2.0
+        more = math.ceil(max(needed - len(self.held_joint), 1) * per_ranked * rows)
+        unit = 10 ** max(len(str(more)) - 2, 0)
+        return -(-more // unit) * unit
 
     def least_score(
         self, label: Int[Tensor, "B"], region: Int[Tensor, "B"] | None, group: Int[Tensor, "B"] | None

@@ -70,6 +70,10 @@ class SuspiciousLabels(NamedTuple):
     share: float
     weights: dict[str, float]
 
+    def __repr__(self) -> str:
+        found, rows = int(self.found.sum()), len(self.found)
+        return f"SuspiciousLabels({found} of {rows} rows found, share={self.share:.3g}, most suspicious first in order)"
+
     @property
     def found_ids(self) -> Array:
         """Ids of the found rows, the most suspicious first."""

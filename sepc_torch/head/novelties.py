@@ -39,6 +39,10 @@ class Novelties(NamedTuple):
     least: int
     ordinary: float
 
+    def __repr__(self) -> str:
+        limits = f"threshold={self.threshold:.3g}, least={self.least}, ordinary={self.ordinary:.3g}"
+        return f"Novelties({int(self.novel.sum())} of {len(self.novel)} samples are novel, {limits})"
+
 
 def find_novelties(p_value: Float[Tensor, "B"], ranked: int, fdr: float) -> Novelties:
     r"""Declare samples novel by the procedure of Benjamini and Hochberg on conformal p-values, with Storey's estimate.

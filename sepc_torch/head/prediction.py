@@ -24,6 +24,16 @@ class HeadPrediction(NamedTuple):
     ``confidence`` and ``joint`` are 0; ``network_margin`` and ``class_p_value`` are NaN; the nonconformity score is the
     largest; the row is not accepted. The fields of the head's own label keep their values in these rows.
 
+    ``repr`` counts the rows and names the fields; print a field to see its values.
+
+    >>> from sepc_torch import TrustHead
+    >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+    >>> out = head.judge([[3.0, 0.0], [0.0, 3.0]])
+    >>> out
+    HeadPrediction(2 rows, 0 accepted, fields: label, trust, ...)
+    >>> out.rule_names
+    ['SINGLE', 'SINGLE']
+
     Attributes:
         label, trust, rule, distance, margin, nearest, runner_up: As in ``Prediction``.
         network_label: The label that the network predicted; -1 in flagged rows.
@@ -57,6 +67,16 @@ class HeadPrediction(NamedTuple):
     strangeness: Float[Tensor, "B"]
     joint: Float[Tensor, "B"]
     accept: Bool[Tensor, "B"]
+
+    @property
+    def rule_names(self) -> list[str | None]:
+        """Names of the rules, such as ``"SINGLE"``; None in flagged rows. The class :class:`Rule` describes them."""
+        return Prediction(*self[:7]).rule_names
+
+    def __repr__(self) -> str:
+        # A tensor without values, as in a trace, is of a subclass.
+        accepted = f"{int(self.accept.sum())} accepted, " if type(self.accept) is Tensor else ""
+        return f"HeadPrediction({self.accept.shape[0]} rows, {accepted}fields: {', '.join(self._fields)})"
 
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Tensor:
         """Return which of the network's labels to refuse: low trust, or a point outside every ellipsoid.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.data.arrays import rows_per_chunk, single_row_hint
 from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.kernels.tables import Affine, linear_tables
@@ -133,10 +133,12 @@ class Projection(nn.Module):
         """Refuse anything but a tensor (B, D)."""
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.predict."
+                f"embeddings must be a tensor, got {type(x).__name__}; use torch.as_tensor, or TrustHead.judge, which "
+                "takes arrays."
             )
         if x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"embeddings must have shape (points, {self.in_features}), got {tuple(x.shape)}.")
+            wanted, hint = f"(points, {self.in_features})", single_row_hint(x.shape)
+            raise ValueError(f"embeddings must have shape {wanted}, got {tuple(x.shape)}.{hint}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Projection:
         moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
@@ -292,7 +294,7 @@ def _warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> 
     if small:
         shown = ", ".join(map(repr, small[:5])) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         warnings.warn(
-            f"{len(small)} classes have fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
+            f"Classes with fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
             "points will stay isolated; choose a smaller dim or add data.",
             stacklevel=4,  # the caller of TrustHead.fit
         )

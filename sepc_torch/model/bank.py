@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import check_choice
+from sepc_torch.data.arrays import check_choice, single_row_hint
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
@@ -134,7 +134,7 @@ class EllipsoidBank(nn.Module):
                 f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor(z), or predict for arrays."
             )
         if z.dim() != 2 or z.shape[1] != self.dim:
-            raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.")
+            raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.{single_row_hint(z.shape)}")
         if not z.is_floating_point():
             raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
         if z.device != self.offsets.device:

@@ -34,6 +34,12 @@ class Prediction(NamedTuple):
     nearest: Int[Tensor, "B"]
     runner_up: Int[Tensor, "B"]
 
+    @property
+    def rule_names(self) -> list[str | None]:
+        """Names of the rules, such as ``"SINGLE"``; None in flagged rows."""
+        pairs = zip(self.rule.tolist(), self.label.tolist(), strict=True)
+        return [None if label < 0 else Rule(code).name for code, label in pairs]
+
     def abstain(self, threshold: float = 0.5, outside: bool = True) -> Bool[Tensor, "B"]:
         """Mask of predictions to reject.
 

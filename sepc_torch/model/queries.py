@@ -64,7 +64,8 @@ def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> N
     if logits.dtype == torch.bool or logits.is_complex():
         raise TypeError(f"logits must be numbers, got {logits.dtype}; labels that are known go into labels=.")
     if logits.shape != shape:
-        raise ValueError(f"logits must have shape {shape}, a column for each class, got {tuple(logits.shape)}.")
+        hint = " Pass the logits of a single row as logits[None]." if logits.dim() == 1 else ""
+        raise ValueError(f"logits must have shape {shape}, a column for each class, got {tuple(logits.shape)}.{hint}")
     if logits.device != device:
         raise ValueError(f"logits are on {logits.device} and embeddings on {device}; move one with .to().")
 

@@ -124,4 +124,6 @@ def _without_notes() -> Iterator[None]:
 
 def _description(head: TrustHead) -> dict[str, Any]:
     """Facts of a head that a user of the file needs beside the graph."""
-    return {"classes": head.classes, "feature_names": head.feature_names, "in_features": head.in_features}
+    encoding = None if head.encoding is None else head.encoding.to_dict()
+    names = {"classes": head.classes, "feature_names": head.feature_names, "in_features": head.in_features}
+    return {**names, "encoding": encoding}
