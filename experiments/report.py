@@ -26,7 +26,7 @@ from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
 from readme_table import overview
 from serving_tables import engines, onnx_files, serve_load
-from tables import active, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
+from tables import active, files, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
 
 ROOT = RESULTS.parents[1]
 OLDER = ", on older sources"
@@ -145,7 +145,10 @@ PAGES: dict[str, dict[str, Section]] = {
         "partitions": Section(partitions, ("bench_partition",)),
         "many-classes": Section(many_classes, ("bench_classes",)),
     },
-    "docs/large_fits.md": {"large_fits": Section(large_fits, ("large_fits",))},
+    "docs/large_fits.md": {
+        "large_fits": Section(large_fits, ("large_fits",)),
+        "files": Section(files, ("bench_files",)),
+    },
     "docs/solvers.md": {
         "solvers": Section(solvers, ("bench_solvers",)),
         "layers": Section(layers, ("bench_layers", "bench_layers_gpu")),

@@ -51,8 +51,8 @@ def onnx_files() -> str:
     return (
         f"A head with {found['features']} features, {found['classes']} classes and {found['ellipsoids']} ellipsoids, "
         f"opset {found['opset']}, ONNX Runtime {found['environment']['onnxruntime']}, on one thread of a CPU that "
-        f"other programs used too. Latency is CPU time; the last columns count rows of {compared} that differ. Writing a "
-        f"file took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU seconds.\n\n{table(header, rows)}"
+        f"other programs used too. Latency is CPU time; the last columns count rows of {compared} that differ. "
+        f"Writing a file took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU seconds.\n\n{table(header, rows)}"
     )
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ import pandas as pd
 from sepc_torch.data.arrays import refuse_duplicates
 from sepc_torch.data.csv_cells import escape_cell, quoting, unescape_cell
 from sepc_torch.data.files import check_target, replacing
+from sepc_torch.data.memory import check_memory
 from sepc_torch.data.text_table import text_table
 from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.rules import Rule
@@ -28,6 +30,10 @@ from sepc_torch.shapes import Array, Float, Int
 
 READABLE = (".csv", ".csv.gz", ".parquet", ".npz")
 WRITABLE = (".csv", ".parquet")
+# Peak memory of reading a table as a multiple of its text or of its numbers in float64, measured with pandas 2.
+_TABLE_COPIES = 5
+# Text of numbers is at least this many times larger than its gzip file.
+_COMPRESSED = 2
 # Largest number of names that a message lists.
 _NAMED = 8
 # Largest number of characters of a cell or a name that a message shows.
@@ -59,6 +65,7 @@ def read_table(path: Path) -> Table:
     suffix = _suffix(path, READABLE, "read")
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r}.")
+    _check_table_memory(path, suffix)
     try:
         table = _read_npz(path) if suffix == ".npz" else Table(path, _read_frame(path, suffix))
     except PermissionError:
@@ -218,6 +225,30 @@ def _suffix(path: Path, known: Sequence[str], verb: str) -> str:
         if path.name.lower().endswith(suffix):
             return suffix
     raise ValueError(f"Cannot {verb} {str(path)!r}: its name must end in {' or '.join(known)}.")
+
+
+def _check_table_memory(path: Path, suffix: str) -> None:
+    """Raise MemoryError if a whole table does not fit into the available memory; damaged files pass."""
+    try:
+        if suffix == ".parquet":
+            from pyarrow.parquet import read_metadata
+
+            stored = read_metadata(path)
+            size = 8 * stored.num_rows * stored.num_columns
+        elif suffix == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+        else:
+            size = path.stat().st_size * (_COMPRESSED if suffix.endswith(".gz") else 1)
+    except ImportError:
+        raise
+    except Exception:  # the reader says what is wrong with the file
+        return
+    check_memory(
+        _TABLE_COPIES * size,
+        f"Reading the whole table {str(path)!r}, as the paper's classifier does,",
+        "Split the file, or fit a calibrated model (`sepc fit` without --paper), which reads files in pieces.",
+    )
 
 
 def _read_frame(path: Path, suffix: str) -> pd.DataFrame:

@@ -171,7 +171,7 @@ class TestLabelPool:
 
 
 class TestSelect:
-    @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
+    @pytest.mark.parametrize("method", ["clusters", "kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
     def test_selection_is_distinct_and_deterministic(self, rng: Rng, method: Any) -> None:
         score, emb, taken = torch.from_numpy(rng.random(200)), draw(rng, 200), draw(rng, 10)
         chosen = select(score, 20, emb, method, labelled_emb=taken)
@@ -181,7 +181,7 @@ class TestSelect:
         copies = emb[:1].repeat(200, 1)
         assert len(select(score, 20, copies, method, labelled_emb=taken).unique()) == 20
 
-    @pytest.mark.parametrize("method", ["kcenter", "kmeans"])
+    @pytest.mark.parametrize("method", ["clusters", "kcenter", "kmeans"])
     def test_candidates_are_the_highest_scores(self, rng: Rng, method: Any) -> None:
         score, emb = torch.from_numpy(rng.random(200)), draw(rng, 200)
         chosen = select(score, 10, emb, method=method, beta=3.0)
@@ -205,6 +205,13 @@ class TestSelect:
         assert sorted(owner[chosen].tolist()) == list(range(7))
         spread = (emb - centers[owner]).norm(dim=1)
         assert float(spread[chosen].mean()) < float(spread.mean()), "typical members, not extreme ones"
+
+    def test_clusters_give_their_highest_score(self, rng: Rng) -> None:
+        owner = torch.arange(140) % 7
+        emb = 100 * torch.eye(7, dtype=torch.float64)[owner] + 0.1 * torch.from_numpy(rng.uniform(-1, 1, (140, 7)))
+        score = torch.from_numpy(rng.uniform(0.5, 1, 140))
+        best = [int(torch.where(owner == cluster, score, 0.0).argmax()) for cluster in range(7)]
+        assert sorted(select(score, 7, emb, method="clusters", beta=20.0).tolist()) == sorted(best)
 
     def test_random_methods_follow_the_score(self, rng: Rng) -> None:
         score = torch.cat([torch.full((50,), 0.9), torch.full((50,), 0.1)])
@@ -233,7 +240,7 @@ class TestSelect:
             # Unwrapped, so that beartype does not reject the argument first.
             inspect.unwrap(select)(**{"score": torch.ones(5), "k": 2, "emb": torch.zeros(5, 2), **options})
 
-    @pytest.mark.parametrize("method", ["kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
+    @pytest.mark.parametrize("method", ["clusters", "kcenter", "kmeans", "topk", "kmeans++", "gumbel"])
     def test_minus_infinity_comes_last(self, rng: Rng, method: Any) -> None:
         """A sample with score -inf comes last, and its embedding may hold NaN."""
         score, emb = torch.from_numpy(rng.random(20)), draw(rng, 20)

@@ -25,6 +25,7 @@ from typer.testing import CliRunner, Result
 from sepc_torch import SEPC, Partition, Rule, TrustHead, __version__, partition
 from sepc_torch.cli import NearestBy, app
 from sepc_torch.cli_tables import numbers, read_table
+from sepc_torch.data import memory
 from sepc_torch.model.sepc import Nearest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -600,11 +601,35 @@ def test_demo(tmp_path: Path) -> None:
     printed = succeed("demo", tmp_path / "shown")
     written = {path.name for path in (tmp_path / "shown").iterdir()}
     models = {"wdbc.partition.safetensors", "wdbc.safetensors", "digits.head.safetensors"}
-    assert written == models | {"moons.png", "moons-decisions.png"}
+    assert written == models | {"moons.png", "moons-decisions.png", "report.html", "report.json"}
     assert all(name in printed for name in written)
-    for said in ("OUTSIDE", "of the records, ", "A trusted record", "A record far outside", "A mistake", "runner-up"):
+    for said in (
+        "OUTSIDE",
+        "half of the records",
+        "A trusted record",
+        "A record far outside",
+        "A mistake",
+        "runner-up",
+    ):
         assert said in printed
     assert SEPC.load(tmp_path / "shown" / "wdbc.safetensors").dim == 30
     assert TrustHead.load(tmp_path / "shown" / "digits.head.safetensors").accept_at(flag_rate=0.1).found
     assert Partition.load(tmp_path / "shown" / "wdbc.partition.safetensors").dim == 30
     assert all((tmp_path / "shown" / name).stat().st_size > 50_000 for name in ("moons.png", "moons-decisions.png"))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet", ".npz"])
+def test_a_table_that_does_not_fit_into_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, suffix: str
+) -> None:
+    data = tmp_path / f"rows{suffix}"
+    frame = pd.DataFrame({"a": np.arange(50.0), "b": np.arange(50.0) % 7, "y": [0, 1] * 25})
+    if suffix == ".npz":
+        np.savez(data, X=frame[["a", "b"]].to_numpy(), y=frame["y"].to_numpy())
+    else:
+        frame.to_parquet(data) if suffix == ".parquet" else frame.to_csv(data, index=False)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100)
+    reported = fail("fit", data, "-l", "y", "-o", tmp_path / "model")
+    assert "needs about" in reported
+    assert "`sepc fit` without --paper" in reported
+    assert not (tmp_path / "model.safetensors").exists()

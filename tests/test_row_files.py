@@ -13,7 +13,10 @@ import pyarrow as pa
 import pytest
 
 from sepc_torch.cli import row_files
-from sepc_torch.cli.row_files import open_rows
+from sepc_torch.cli.columns import cells, number_cells
+from sepc_torch.cli.head_rows import _Sampled
+from sepc_torch.cli.row_files import Piece, open_rows
+from sepc_torch.data.table_encoding import MISSING, parse_numbers
 
 Rng = np.random.Generator
 
@@ -148,3 +151,34 @@ def test_another_separator_is_suggested(tmp_path: Path) -> None:
     assert read(tmp_path / "d.csv", sep=";")[0] == {"a": ["1"], "b": ["2"]}
     with pytest.raises(ValueError, match="--sep must be one character"):
         open_rows(tmp_path / "d.csv", sep=";;")
+
+
+NUMBERS = ["1", " 2.5 ", "-0", "1e-300", ".5", "5.", "+3", "0.1234567890123456789", "9007199254740993", "1E5", "", "NA"]
+OTHERS = ["x", "1_000", "1,5", "0x1p3", "1e999", "inf", "-Infinity", "nan", "-nan", "1.5.2", "\u0661", "1d5", "--1"]
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS])
+@pytest.mark.parametrize("missing", [MISSING, (*MISSING, "1"), ()])
+def test_numbers_are_parsed_as_python_does(other: str | None, missing: tuple[str, ...]) -> None:
+    column = pa.chunked_array([NUMBERS, [None, *([] if other is None else [other])]], pa.string())
+    fast = parse_numbers(number_cells(column, frozenset(missing)), frozenset(missing))
+    slow = parse_numbers(cells(column), frozenset(missing))
+    for found, expected in zip(fast, slow, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("most", [1, 7, 50, 1000])
+def test_a_sample_of_a_file_has_the_least_keys(rng: Rng, most: int) -> None:
+    keys = rng.random(300)
+    kept = _Sampled(most)
+    start = 0
+    for size in (120, 1, 0, 79, 100):
+        piece = Piece(pa.table({"i": np.arange(start, start + size)}), dict.fromkeys(range(0, size, 2), "bad"), 0)
+        kept.add(piece, keys[start : start + size], start)
+        assert sum(len(table) for table in kept.tables) <= 2 * most + 120, "no more than the sample and a piece"
+        start += size
+    kept.prune()
+    expected = np.sort(np.argsort(keys)[:most])
+    assert kept.tables[0].column("i").to_pylist() == kept.numbers[0].tolist() == expected.tolist()
+    if most < len(keys):
+        assert set(kept.problems) <= set(expected.tolist())

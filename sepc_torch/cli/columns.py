@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sepc_torch.cli.row_files import RowFile
 from sepc_torch.cli.shell import note
@@ -58,6 +59,26 @@ def cells(column: Any) -> Array:
     return np.asarray(column.to_numpy())
 
 
+def number_cells(column: Any, missing: frozenset[str]) -> Array:
+    """A column that should hold numbers as an array: numbers (NaN where missing), or objects if a text is no number.
+
+    Arrow parses text tens of times faster than Python does, and to the same numbers.
+
+    >>> missing = frozenset(["", "NA"])
+    >>> number_cells(pa.chunked_array([["1.5", " NA"]]), missing), number_cells(pa.chunked_array([["1", "x"]]), missing)
+    (array([1.5, nan]), array(['1', 'x'], dtype=object))
+    """
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return cells(column)
+    texts = pc.utf8_trim_whitespace(column)
+    absent = pc.is_in(texts, pa.array(sorted(missing), column.type))
+    try:
+        values = np.asarray(pc.if_else(absent, None, texts).cast(pa.float64()).to_numpy())
+    except pa.ArrowInvalid:
+        return cells(column)
+    return cells(column) if np.isinf(values).any() else values  # error messages quote the text of the cell
+
+
 def survey(
     table: pa.Table, rows: Array, features: Sequence[str], categorical: Sequence[str], missing: frozenset[str]
 ) -> Survey:
@@ -81,10 +102,10 @@ def survey(
         if not (_is_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             found.unusable[name] = f"holds {kind}, neither numbers nor text ({drop})"
             continue
-        values = cells(column)
         if name in categorical:
             found.categories.append(name)
             continue
+        values = number_cells(column, missing)
         numbers, wrong = parse_numbers(values, missing)
         present = int(np.count_nonzero(~np.isnan(numbers) | wrong))
         bad = int(wrong.sum())

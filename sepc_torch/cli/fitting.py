@@ -38,8 +38,6 @@ from sepc_torch.data.text_table import printable
 
 # Share of the rows that calibrate.
 _HELD = 0.25
-# Most rows that a fit reads into memory. Ellipsoids are fitted to about half as many.
-_MAX_ROWS = 2**19
 # Share of rows that a new head refuses, where the user asks for nothing else.
 _FLAG_RATE = 0.05
 _SCOPE = " It holds for rows drawn like the calibration rows."
@@ -80,10 +78,13 @@ def fit(
     delta: Delta = 0.05,
     flag_rate: FlagRate = None,
     sep: Separator = None,
-    max_rows: MaxRows = _MAX_ROWS,
+    max_rows: MaxRows = None,
     seed: Seed = 0,
     jobs: Jobs = None,
-    paper: Annotated[bool, typer.Option("--paper", help="Fit the paper's classifier, without calibration.")] = False,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="Fit the paper's classifier, without calibration; reads the whole file at once."),
+    ] = False,
     max_impure: MaxImpure = None,
     standardize: Standardize = True,
     nearest: Annotated[NearestBy, typer.Option(help=f"{NearestBy.__doc__} (--paper)")] = NearestBy.euclidean,
@@ -184,7 +185,7 @@ def calibrate(
     delta: Delta = 0.05,
     flag_rate: FlagRate = None,
     sep: Separator = None,
-    max_rows: MaxRows = _MAX_ROWS,
+    max_rows: MaxRows = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -8,14 +8,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from sepc_torch.cli.columns import cells
+from sepc_torch.cli.columns import cells, number_cells
 from sepc_torch.cli.row_files import Piece, RowFile
 from sepc_torch.cli.shell import note
 from sepc_torch.cli_tables import named
 from sepc_torch.data.progress import Bar
-from sepc_torch.data.table_encoding import ABSENT, MISSING, Encoded, category_texts, note_problems, parse_numbers
+from sepc_torch.data.table_encoding import (
+    ABSENT,
+    MISSING,
+    Encoded,
+    TableEncoding,
+    category_texts,
+    note_problems,
+    parse_numbers,
+)
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Float
+
+# Most rows that a fit or a calibration reads into memory. Ellipsoids are fitted to about half as many.
+MOST_ROWS = 2**19
+# Most cells of these rows: text takes about 16 bytes a cell, twice the sample is held, and a copy is made, 1.5 GiB.
+MOST_CELLS = 2**25
+# Rows that are read in any case: fewer would fit badly in as many columns.
+LEAST_ROWS = 2**13
 
 
 class Sample(NamedTuple):
@@ -63,48 +78,73 @@ class Points(NamedTuple):
     filled: dict[str, int]
 
 
-def sample_rows(file: RowFile, columns: Sequence[str], label: str, most: int, seed: int) -> Sample:
+def sample_rows(file: RowFile, columns: Sequence[str], label: str, most: int | None, seed: int) -> Sample:
     """Read a uniform random sample of at most ``most`` rows, in the order of the file, that have a label.
 
     Args:
         file: The file.
         columns: Names of the columns.
         label: The column of labels, one of ``columns``.
-        most: Largest number of rows.
+        most: Largest number of rows; by default :data:`MOST_ROWS`, and fewer of a table with many columns.
         seed: Seed of the sample.
     """
+    most = min(MOST_ROWS, max(MOST_CELLS // len(columns), LEAST_ROWS)) if most is None else most
     rng = np.random.default_rng(seed)
-    tables: list[pa.Table] = []
-    keys, numbers, read = np.zeros(0), np.zeros(0, dtype=np.int64), 0
-    problems: dict[int, str] = {}
+    kept = _Sampled(most)
+    read = 0
     for piece in with_progress(file, columns, "read"):
-        size = piece.table.num_rows
-        tables.append(piece.table)
-        keys, numbers = np.append(keys, rng.random(size)), np.append(numbers, np.arange(read, read + size))
-        problems |= {read + i: text for i, text in piece.problems.items()}
-        read += size
-        if len(keys) > 2 * most:
-            tables, keys, numbers = _prune(tables, keys, numbers, most)
+        kept.add(piece, rng.random(piece.table.num_rows), read)
+        read += piece.table.num_rows
     if not read:
         raise ValueError(f"{str(file.path)!r} has no rows.")
-    tables, keys, numbers = _prune(tables, keys, numbers, most)
-    sample = Sample(tables[0].combine_chunks(), numbers, read, {})
+    kept.prune()
+    sample = Sample(kept.tables[0].combine_chunks(), kept.numbers[0], read, {})
     absent = np.flatnonzero(category_texts(sample.table.column(label).to_pylist()) == ABSENT)
     broken = dict.fromkeys(absent.tolist(), "the label is missing")
-    broken |= {i: problems[row] for i, row in enumerate(numbers.tolist()) if row in problems}
+    broken |= {i: kept.problems[row] for i, row in enumerate(sample.rows.tolist()) if row in kept.problems}
     sample = sample.without(broken)
     if not len(sample.rows):
         raise ValueError(f"{str(file.path)!r} has no row with a label in column {label!r}; row 0: {broken[0]}.")
     return sample
 
 
-def _prune(tables: list[pa.Table], keys: Array, numbers: Array, most: int) -> tuple[list[pa.Table], Array, Array]:
-    """Keep the rows with the least keys, which are a uniform sample."""
-    table = pa.concat_tables(tables)
-    if len(keys) <= most:
-        return [table], keys, numbers
-    kept = np.sort(np.argpartition(keys, most)[:most])
-    return [table.take(pa.array(kept))], keys[kept], numbers[kept]
+class _Sampled:
+    """The rows with the least keys so far, which are a uniform sample if the keys are random.
+
+    Once there are enough rows, a row whose key is above all of theirs is not kept at all: of a long file few rows are.
+
+    Args:
+        most: Number of rows of the sample; up to twice as many are held.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._limit = most, np.inf
+        self.tables: list[pa.Table] = []
+        self.numbers: list[Array] = []
+        self.problems: dict[int, str] = {}
+        self._keys: list[Array] = []
+
+    def add(self, piece: Piece, keys: Float[Array, "n"], start: int) -> None:
+        """Add the rows of a piece with their keys; ``start`` is the number of its first row in the file."""
+        chosen = np.flatnonzero(keys < self._limit)
+        table = piece.table if len(chosen) == len(keys) else piece.table.take(pa.array(chosen))
+        self.tables.append(table)
+        self.numbers.append(start + chosen)
+        self._keys.append(keys[chosen])
+        self.problems |= {start + i: text for i, text in piece.problems.items() if keys[i] < self._limit}
+        if sum(map(len, self._keys)) > 2 * self._most:
+            self.prune()
+
+    def prune(self) -> None:
+        """Keep the rows with the least keys, in the order of the file, as one table."""
+        table, keys, numbers = pa.concat_tables(self.tables), np.concatenate(self._keys), np.concatenate(self.numbers)
+        if len(keys) > self._most:
+            kept = np.sort(np.argpartition(keys, self._most)[: self._most])
+            table, keys, numbers = table.take(pa.array(kept)), keys[kept], numbers[kept]
+            self._limit = float(keys.max())
+            rows = set(numbers.tolist()) if self.problems else set()
+            self.problems = {row: text for row, text in self.problems.items() if row in rows}
+        self.tables, self._keys, self.numbers = [table], [keys], [numbers]
 
 
 def with_progress(file: RowFile, columns: Sequence[str], what: str) -> Iterator[Piece]:
@@ -142,16 +182,12 @@ def points_of(
     head: TrustHead | None, piece: Piece, features: Sequence[str], logits: Sequence[str] = (), label: str | None = None
 ) -> Points:
     """The rows of a piece as points; a head with an encoding encodes them, otherwise they are plain numbers."""
-    columns = {name: cells(piece.table.column(name)) for name in features}
-    if head is not None and head.encoding is not None:
-        encoded = head.encoding.encode(columns)
-    else:
-        encoded = plain_numbers(columns)
+    encoded = encoded_rows(piece.table, features, None if head is None else head.encoding)
     problems = encoded.problems
     scores = None
     if logits:
         # A row without logits has no network label; the head flags it.
-        found = plain_numbers({name: cells(piece.table.column(name)) for name in logits})
+        found = encoded_rows(piece.table, logits, None)
         scores, problems = found.points, found.problems | problems
     # Broken rows hold no value at all, and are not counted as filled.
     filled = {name: rows - len(piece.problems) for name, rows in encoded.filled.items() if rows > len(piece.problems)}
@@ -174,7 +210,7 @@ class LabelledPoints(NamedTuple):
 
 
 def labelled_points(
-    head: TrustHead, file: RowFile, label: str, logits: Sequence[str], most: int, seed: int
+    head: TrustHead, file: RowFile, label: str, logits: Sequence[str], most: int | None, seed: int
 ) -> LabelledPoints:
     """Read a random sample of at most ``most`` rows that have a label of the head and no problem."""
     features = head_features(head, file, [label, *logits])
@@ -193,11 +229,25 @@ def labelled_points(
     return LabelledPoints(sample.without(problems), found.z[good], targets, scores)
 
 
-def plain_numbers(columns: dict[str, Any]) -> Encoded:
-    """Columns of numbers as points; a missing value is a problem, because embeddings have none."""
+def table_columns(
+    table: pa.Table, names: Sequence[str], numbers: Sequence[str], missing: Sequence[str]
+) -> dict[str, Any]:
+    """Columns of a table as arrays; those that should hold numbers are parsed."""
+    absent, parsed = frozenset(missing), set(numbers)
+    return {
+        name: number_cells(table.column(name), absent) if name in parsed else cells(table.column(name))
+        for name in names
+    }
+
+
+def encoded_rows(table: pa.Table, names: Sequence[str], encoding: TableEncoding | None) -> Encoded:
+    """Columns of a table as points; without an encoding they are plain numbers, and a missing value is a problem."""
+    if encoding is not None:
+        numbers = [column.name for column in encoding.numbers]
+        return encoding.encode(table_columns(table, names, numbers, encoding.missing))
     problems: dict[int, str] = {}
     parts = []
-    for name, column in columns.items():
+    for name, column in table_columns(table, names, names, MISSING).items():
         values, wrong = parse_numbers(column, frozenset(MISSING))
         note_problems(problems, name, column, wrong)
         for row in np.flatnonzero(np.isnan(values) & ~wrong).tolist():

@@ -144,10 +144,10 @@ def decisions(head: TrustHead, out: HeadPrediction, points: Points) -> dict[str,
 
     # Labels of several types, such as 1 and "one", are written as text.
     names = head.classes if len(set(map(type, head.classes))) == 1 else [str(name) for name in head.classes]
-    kind = pa.array(names).type
+    texts = pa.array(names)
 
     def labels(codes: Any) -> Any:
-        return pa.array([None if code < 0 else names[code] for code in codes.tolist()], kind)
+        return texts.take(pa.array(codes.numpy(), mask=(codes < 0).numpy()))
 
     none = (out.network_label < 0).numpy()
 
@@ -155,17 +155,19 @@ def decisions(head: TrustHead, out: HeadPrediction, points: Points) -> dict[str,
         found = values.numpy()
         return pa.array(found, mask=np.isnan(found) | none)
 
-    rules = [None if flagged else Rule(code).name for flagged, code in zip(none, out.rule.tolist(), strict=True)]
-    reasons = [points.problems.get(i) or Reason(code).text for i, code in enumerate(refusal_reason(out).tolist())]
+    rules = pa.array([rule.name for rule in Rule]).take(pa.array(out.rule.numpy(), mask=none))
+    reasons = pa.array([reason.text for reason in Reason]).take(pa.array(refusal_reason(out).numpy()))
+    if points.problems:
+        reasons = pa.array([points.problems.get(i, text) for i, text in enumerate(reasons.to_pylist())], pa.string())
     found = {
         "label": labels(out.network_label),
         "confidence": scores(out.confidence),
         "joint": scores(out.joint),
         "p_value": scores(out.p_value),
-        "accept": pa.array(out.accept.tolist()),
+        "accept": pa.array(out.accept.numpy()),
         "trust": scores(out.network_trust),
-        "rule": pa.array(rules, pa.string()),
-        "reason": pa.array(reasons, pa.string()),
+        "rule": rules,
+        "reason": reasons,
     }
     if points.logits is not None:
         found["head_label"] = labels(out.label)
@@ -176,10 +178,11 @@ def decisions(head: TrustHead, out: HeadPrediction, points: Points) -> dict[str,
 
 def _with_ids(table: pa.Table, identify: Sequence[str], decided: dict[str, Any], start: int) -> pa.Table:
     """The decisions beside the columns that identify the rows, by default the row numbers."""
+    import numpy as np
     import pyarrow as pa
 
     if not identify:
-        return pa.table({"row": pa.array(range(start, start + table.num_rows), pa.int64()), **decided})
+        return pa.table({"row": pa.array(np.arange(start, start + table.num_rows)), **decided})
     return pa.table({**{name: table.column(name) for name in identify}, **decided})
 
 
@@ -206,6 +209,8 @@ class Tally:
 
     def add(self, decided: dict[str, Any], points: Points) -> None:
         """Count the rows of a piece."""
+        import numpy as np
+
         from sepc_torch.data.table_encoding import category_texts
 
         if points.problems and self.first is None:
@@ -213,17 +218,18 @@ class Tally:
             self.first = self.rows + i, points.problems[i]
         self.bad += len(points.problems)
         self.filled.update(points.filled)
-        reasons = decided["reason"].to_pylist()
-        given = category_texts(decided["label"].to_pylist()).tolist()
-        for i, reason in enumerate(reasons):
-            kind = "no prediction" if i in points.problems else reason
-            truth = None if points.truth is None else points.truth[i]
-            self.count[kind] += 1
-            if truth is not None:
-                self.labels[truth] += 1
-                self._labelled[kind] += 1
-                self._right[kind] += truth == given[i]
-        self.rows += len(reasons)
+        kinds = np.array(decided["reason"].to_pylist(), dtype=object)
+        kinds[list(points.problems)] = "no prediction"
+        self.count.update(kinds.tolist())
+        self.rows += len(kinds)
+        if points.truth is None:
+            return
+        truth = np.array(points.truth, dtype=object)
+        labelled = truth != None  # noqa: E711 (elementwise)
+        right = truth == category_texts(decided["label"].to_pylist())
+        self.labels.update(truth[labelled].tolist())
+        self._labelled.update(kinds[labelled].tolist())
+        self._right.update(kinds[labelled & right].tolist())
 
     def refuse_other_labels(self, path: Path, label: str | None) -> None:
         """Raise ValueError if the model knows none of the true labels."""

@@ -52,7 +52,13 @@ FlagRate = Annotated[
     typer.Option(help="Accept labels so that at most this share of rows like the calibration rows is refused."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice of rows.")]
-MaxRows = Annotated[int, typer.Option(min=100, help="Use a random sample of at most this many rows of the file.")]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(
+        min=100,
+        help="Use a random sample of at most this many rows of the file. Default: 524288, fewer above 64 columns.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

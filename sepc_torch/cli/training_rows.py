@@ -8,7 +8,6 @@ import numpy as np
 
 from sepc_torch.cli.columns import (
     Survey,
-    cells,
     chosen_label,
     feature_columns,
     label_values,
@@ -16,7 +15,7 @@ from sepc_torch.cli.columns import (
     refuse_unusable,
     survey,
 )
-from sepc_torch.cli.head_rows import Sample, plain_numbers, sample_rows
+from sepc_torch.cli.head_rows import Sample, encoded_rows, sample_rows, table_columns
 from sepc_torch.cli.row_files import RowFile
 from sepc_torch.cli.shell import note
 from sepc_torch.data.table_encoding import MISSING, TableEncoding
@@ -62,20 +61,19 @@ class TrainingRows(NamedTuple):
         """The encoding of the features that is fitted to some of the rows; None for embeddings."""
         if self.embeddings:
             return None
-        table = columns_of(rows, self.features)
+        table = table_columns(rows.table, self.features, self.columns.numbers, self.missing)
         return TableEncoding.fit(table, self.columns.numbers, self.columns.categories, self.missing)
 
     def points(self, rows: Sample, encoding: TableEncoding | None) -> Float[Array, "n D"]:
         """The features of some of the rows as numbers."""
-        table = columns_of(rows, self.features)
-        return (plain_numbers(table) if encoding is None else encoding.encode(table)).points
+        return encoded_rows(rows.table, self.features, encoding).points
 
     def logits_of(self, rows: Sample) -> Float[Array, "n C"] | None:
         """The logits of some of the rows, or None if the file has none."""
-        return plain_numbers(columns_of(rows, self.logits)).points if self.logits else None
+        return encoded_rows(rows.table, self.logits, None).points if self.logits else None
 
 
-def training_rows(file: RowFile, options: ColumnOptions, most: int, seed: int) -> TrainingRows:
+def training_rows(file: RowFile, options: ColumnOptions, most: int | None, seed: int) -> TrainingRows:
     """Read a random sample of at most ``most`` labelled rows; raise ValueError for columns that cannot be used."""
     drop, categorical, identify = options.drop or [], options.categorical or [], options.identify
     label = chosen_label(file, options.label)
@@ -93,9 +91,9 @@ def training_rows(file: RowFile, options: ColumnOptions, most: int, seed: int) -
         found.unusable.update({name: f"{told} (--drop {name})" for name in found.categories})
     refuse_unusable(file, found.unusable)
     if embeddings:  # rows with a missing number have no embedding
-        sample = sample.without(plain_numbers(columns_of(sample, features)).problems)
+        sample = sample.without(encoded_rows(sample.table, features, None).problems)
     if logits:
-        sample = sample.without(plain_numbers(columns_of(sample, logits)).problems)
+        sample = sample.without(encoded_rows(sample.table, logits, None).problems)
     targets = np.array(label_values(sample.table.column(label)))
     names = sorted(set(targets.tolist())) if order is None else _checked_order(order, targets)
     logits = logit_columns(file, options.logits, names)
@@ -115,11 +113,6 @@ def notes_on_rows(sample: Sample) -> None:
         row, problem = next(iter(sorted(sample.left_out.items())))
         few = "1 row is" if len(sample.left_out) == 1 else f"{len(sample.left_out)} rows are"
         note(f"{few} left out: row {row}: {problem}{', and more' if len(sample.left_out) > 1 else ''}")
-
-
-def columns_of(sample: Sample, names: list[str]) -> dict[str, Array]:
-    """Columns of a sample by name, as arrays."""
-    return {name: cells(sample.table.column(name)) for name in names}
 
 
 def _checked_order(order: list[str], targets: Array) -> list[Any]:

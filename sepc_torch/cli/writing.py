@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -68,8 +69,8 @@ def escaped(table: pa.Table) -> pa.Table:
 def _escaped_column(column: Any) -> Any:
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return column
-    texts: Sequence[str | None] = column.to_pylist()
-    changed = {text: escape_cell(text) for text in set(texts) if text is not None}
+    distinct: list[str | None] = pc.unique(column).to_pylist()
+    changed = {text: None if text is None else escape_cell(text) for text in distinct}
     if all(before == after for before, after in changed.items()):
         return column
-    return pa.chunked_array([pa.array([None if text is None else changed[text] for text in texts], column.type)])
+    return pa.chunked_array([pa.array([changed[text] for text in column.to_pylist()], column.type)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -329,7 +330,7 @@ def count(value: Any, name: str, least: int = 0) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}.") from None
+        raise TypeError(f"{name} must be an integer, got {reprlib.repr(value)}.") from None
     if isinstance(value, (bool, np.bool_)) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     return number

@@ -180,11 +180,10 @@ class TableEncoding:
                 filled[number.name] = count
         parts += indicators
         for column in self.categories:
-            texts = category_texts(table[column.name], absent)
-            masks = [texts == category for category in column.categories]
-            parts += [mask.astype(np.float64) for mask in masks]
-            if column.other:
-                parts.append((~np.logical_or.reduce([np.zeros(len(texts), dtype=bool), *masks])).astype(np.float64))
+            place = {category: j for j, category in enumerate(column.categories)}
+            places = [place.get(text, len(place)) for text in category_texts(table[column.name], absent).tolist()]
+            indicator = np.eye(len(place) + 1)[places]  # the last feature is that of all other categories
+            parts += list(indicator.T if column.other else indicator.T[:-1])
         points = np.stack(parts, axis=1)
         points[list(problems)] = np.nan
         return Encoded(points, problems, filled)
@@ -255,12 +254,21 @@ def category_texts(cells: Any, missing: frozenset[str] = frozenset(MISSING)) -> 
     ['3', 'cat', '(missing)', '(missing)']
     """
     found = np.empty(len(cells), dtype=object)
+    texts: dict[str, str] = {}  # columns repeat few texts: each is examined once
     for i, cell in enumerate(cells.tolist() if hasattr(cells, "tolist") else cells):
-        if _is_absent(cell, missing):
-            found[i] = ABSENT
+        if type(cell) is not str:
+            found[i] = _category_text(cell, missing)
+        elif cell in texts:
+            found[i] = texts[cell]
         else:
-            found[i] = str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+            found[i] = texts[cell] = _category_text(cell, missing)
     return found
+
+
+def _category_text(cell: Any, missing: frozenset[str]) -> str:
+    if _is_absent(cell, missing):
+        return ABSENT
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
 
 
 def note_problems(problems: dict[int, str], name: str, cells: Any, wrong: Bool[Array, "n"]) -> None:

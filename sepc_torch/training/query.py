@@ -2,7 +2,8 @@ r"""Query selection for active learning: ambiguous samples spread over the embed
 
 Two simpler queries do not gain on random selection: the lowest trust first, which picks outliers, and, on frozen
 features, the farthest first (``experiments/active_learning.py``). A good query takes samples between classes and avoids
-near-duplicates.
+near-duplicates: the candidates are clustered, and each cluster gives its most ambiguous sample. The most ambiguous
+sample of all is therefore always chosen, as margin sampling would.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from sepc_torch.data.arrays import count
 from sepc_torch.head.conformal import check_share, upper_bound
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Float, Int
+from sepc_torch.training.assessment import Rows, judged_of
 from sepc_torch.training.flagging import Criteria, Judged
 from sepc_torch.training.selection import Method, select
 
+# How the ambiguous samples of a query are spread, see :func:`select`.
+METHOD: Method = "clusters"
 # Candidates per queried sample: more spread the batch better, fewer keep every candidate ambiguous. One value for all
 # sets of experiments/active_learning.py, chosen on other seeds than that script reports.
 BETA = 5.0
@@ -144,12 +148,46 @@ def head_ambiguity(margin: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     return (2.0 / (1.0 + margin)).clamp_max(1.0)
 
 
+def propose(
+    rows: Rows,
+    k: int,
+    labelled_emb: Float[Tensor, "M D"] | None = None,
+    *,
+    novel_distance: float = Criteria.novel_distance,
+    method: Method = METHOD,
+    beta: float = BETA,
+    novel_share: float = NOVEL_SHARE,
+) -> Int[Tensor, "n"]:
+    """Choose k of the samples that a head has assessed; the query of ``TrustMonitor.query``.
+
+    Args:
+        rows: The columns of :func:`~sepc_torch.training.assessment.assess`, the embeddings ``emb`` and, if there are
+            any, the network's ``logits``.
+        k: Number of samples to choose.
+        labelled_emb: Embeddings of the labelled samples.
+        novel_distance: Distance from which on a sample is novel, if the head is not calibrated.
+        method: See :func:`choose`, as for ``beta`` and ``novel_share``.
+        beta: Candidates per chosen sample.
+        novel_share: Fraction of the query for novel samples.
+
+    >>> from sepc_torch.head.trust_head import TrustHead
+    >>> from sepc_torch.training.assessment import assess
+    >>> head = TrustHead.fit([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1], dim=1, normalize=None)
+    >>> z = torch.tensor([[0.5], [3.1], [5.5]])
+    >>> logits = torch.tensor([[4.0, 0.0], [0.1, 0.0], [0.0, 4.0]])
+    >>> propose({**assess(head, z, logits), "emb": z, "logits": logits}, k=1)
+    tensor([1])
+    """
+    found = Candidates.of(judged_of(rows), rows["emb"], rows.get("logits"), novel_distance, rows.get("p_value"))
+    return choose(found, k, labelled_emb, method=method, beta=beta, novel_share=novel_share)
+
+
 def choose(
     candidates: Candidates,
     k: int,
     labelled_emb: Float[Tensor, "M D"] | None = None,
     *,
-    method: Method = "kmeans",
+    method: Method = METHOD,
     beta: float = BETA,
     novel_share: float = NOVEL_SHARE,
 ) -> Int[Tensor, "n"]:
@@ -169,7 +207,7 @@ def choose(
     >>> emb = torch.tensor([[0.0], [0.1], [5.0], [9.0]])
     >>> few = Candidates(torch.tensor([0.9, 0.8, 0.7, 0.0]), torch.tensor([False, False, False, True]), emb)
     >>> choose(few, 2, beta=1.5, novel_share=0.0).tolist(), choose(few, 2, novel_share=0.5).tolist()
-    ([0, 2], [3, 1])
+    ([0, 2], [3, 0])
     """
     k = count(k, "k", least=1)
     if not 0.0 <= novel_share <= 1.0:

@@ -1,4 +1,4 @@
-r"""Batch selection by score and diversity: k-centre, k-means, k-means++, top-k and Gumbel top-k.
+r"""Batch selection by score and diversity: clusters, k-centre, k-means, k-means++, top-k and Gumbel top-k.
 
 The :math:`\beta k` highest scores are the candidates. The batch is spread over the candidates' embeddings, so that it
 does not hold near-duplicates.
@@ -14,7 +14,7 @@ from torch import Tensor
 from sepc_torch.data.arrays import count
 from sepc_torch.shapes import Float, Int
 
-Method = Literal["kcenter", "kmeans", "topk", "kmeans++", "gumbel"]
+Method = Literal["clusters", "kcenter", "kmeans", "topk", "kmeans++", "gumbel"]
 
 # Limit on Lloyd's iterations, which keeps the running time predictable.
 _ITERATIONS = 20
@@ -39,12 +39,12 @@ def select(
         emb: Embeddings of the samples. All methods except ``"topk"`` and ``"gumbel"`` need them.
         method: ``"kcenter"`` takes the :math:`\beta k` highest scores and repeatedly selects the candidate farthest
             from all selected and labelled samples. ``"kmeans"`` clusters these candidates, weighted by score, and
-            selects the candidate nearest to each centre, so typical rather than extreme samples. ``"kmeans++"`` draws
-            from all samples with probability proportional to score times squared distance to the selected and labelled
-            samples. ``"topk"`` selects the highest scores. ``"gumbel"`` draws from all samples with probability
-            proportional to score.
+            selects the candidate nearest to each centre, so typical rather than extreme samples. ``"clusters"``
+            selects the highest score of each of these clusters. ``"kmeans++"`` draws from all samples with probability
+            proportional to score times squared distance to the selected and labelled samples. ``"topk"`` selects the
+            highest scores. ``"gumbel"`` draws from all samples with probability proportional to score.
         labelled_emb: Embeddings of the labelled samples; ``"kcenter"`` and ``"kmeans++"`` keep away from them.
-        beta: Candidates per selected sample, for ``"kcenter"`` and ``"kmeans"``.
+        beta: Candidates per selected sample, for ``"clusters"``, ``"kcenter"`` and ``"kmeans"``.
         generator: Random generator of ``"kmeans++"`` and ``"gumbel"``; by default one with seed 0.
 
     >>> score = torch.tensor([0.9, 0.9, 0.8, 0.1])
@@ -87,8 +87,10 @@ def select(
     if method == "kmeans++":
         return wanted[_kmeans_plus_plus(score, k, emb, taken, generator)]
     candidates = score.argsort(descending=True, stable=True)[: min(len(score), round(beta * k))]
-    if method == "kmeans":
-        return wanted[candidates[_kmeans(score[candidates], k, emb[candidates])]]
+    if method in ("clusters", "kmeans"):
+        centers, owner = _kmeans(score[candidates], k, emb[candidates])
+        chosen = _highest(owner, k) if method == "clusters" else _nearest_to(centers, emb[candidates])
+        return wanted[candidates[chosen]]
     return wanted[candidates[_kcenter(k, emb[candidates], taken)]]
 
 
@@ -121,8 +123,10 @@ def _kcenter(k: int, emb: Float[Tensor, "B D"], taken: Float[Tensor, "M D"]) -> 
     return torch.tensor(chosen, dtype=torch.int64)
 
 
-def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int[Tensor, "k"]:
-    """Lloyd's algorithm, weighted by score and initialised by k-centre; the sample nearest to each centre."""
+def _kmeans(
+    score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]
+) -> tuple[Float[Tensor, "k D"], Int[Tensor, "B"]]:
+    """Centres and the cluster of each point by Lloyd's algorithm, weighted by score and initialised by k-centre."""
     weight = _weights(score)
     centers = emb[_kcenter(k, emb, emb.new_empty(0, emb.shape[1]))]
     owner = torch.cdist(emb, centers).argmin(dim=1)
@@ -135,7 +139,11 @@ def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int
         before, owner = owner, torch.cdist(emb, centers).argmin(dim=1)
         if torch.equal(before, owner):
             break
-    # Each centre takes its nearest sample that no earlier centre took.
+    return centers, owner
+
+
+def _nearest_to(centers: Float[Tensor, "k D"], emb: Float[Tensor, "B D"]) -> Int[Tensor, "k"]:
+    """The point nearest to each centre that no earlier centre took."""
     distance = torch.cdist(centers, emb)
     chosen: list[int] = []
     for row in distance:
@@ -143,6 +151,20 @@ def _kmeans(score: Float[Tensor, "B"], k: int, emb: Float[Tensor, "B D"]) -> Int
         chosen.append(best)
         distance[:, best] = torch.inf
     return torch.tensor(chosen, dtype=torch.int64)
+
+
+def _highest(owner: Int[Tensor, "B"], k: int) -> Int[Tensor, "k"]:
+    """The first point of every cluster of points sorted by score; the next highest scores in place of empty clusters.
+
+    >>> _highest(torch.tensor([1, 1, 0, 1]), 3)
+    tensor([0, 2, 1])
+    """
+    firsts: dict[int, int] = {}
+    for i, cluster in enumerate(owner.tolist()):
+        firsts.setdefault(cluster, i)
+    chosen = list(firsts.values())
+    rest = [i for i in range(len(owner)) if i not in set(chosen)]
+    return torch.tensor((chosen + rest)[:k], dtype=torch.int64)
 
 
 def _weights(score: Float[Tensor, "B"]) -> Float[Tensor, "B"]:

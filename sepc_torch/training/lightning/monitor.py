@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from sepc_torch.data.arrays import count
-from sepc_torch.training import Candidates, choose
-from sepc_torch.training.assessment import judged_of
 from sepc_torch.training.lightning.pages import figure_loggers
 from sepc_torch.training.lightning.pooling import has_pool
 from sepc_torch.training.lightning.settings import CallbackBase, MisconfigurationException
 from sepc_torch.training.lightning.stage_results import accepted_and_right, checked_logits
 from sepc_torch.training.lightning.stages import StageCore
-from sepc_torch.training.query import BETA, NOVEL_SHARE, Stop, stopping_rule
+from sepc_torch.training.query import BETA, METHOD, NOVEL_SHARE, Stop, propose, stopping_rule
 from sepc_torch.training.selection import Method
 
 # Strategies that shard the weights over the processes.
@@ -101,15 +99,16 @@ class TrustMonitor(StageCore, CallbackBase):
     """
 
     def query(
-        self, k: int, *, method: Method = "kmeans", beta: float = BETA, novel_share: float = NOVEL_SHARE
+        self, k: int, *, method: Method = METHOD, beta: float = BETA, novel_share: float = NOVEL_SHARE
     ) -> list[int]:
         """Ids of k samples of the pool to label next: ambiguous samples, spread out, and a few novel ones.
 
-        The result is equal on every process. Ambiguity comes from the network's logits if they are found, otherwise
-        from the head. The network's ambiguity selects better while labels are few (``experiments/active_learning.py``,
-        digits with a trained network and at most 20 labels per class). Novelty comes from the p-values of a calibrated
-        head, otherwise from the distance to its ellipsoids. Samples that a ``LabelPool`` has labelled since the last
-        scores are left out. See :func:`~sepc_torch.training.choose` for the arguments.
+        The most ambiguous samples are clustered, and each cluster gives its most ambiguous one. Ambiguity comes from
+        the network's logits if they are found, otherwise from the head. The network's ambiguity selects better while
+        labels are few (``experiments/active_learning.py``, digits with a trained network and at most 20 labels per
+        class). Novelty comes from the p-values of a calibrated head, otherwise from the distance to its ellipsoids.
+        Samples that a ``LabelPool`` has labelled since the last scores are left out. The result is equal on every
+        process. See :func:`~sepc_torch.training.choose` for the arguments.
         """
         k = count(k, "k", least=1)
         rows = self._pool_scores.unlabelled()
@@ -122,15 +121,12 @@ class TrustMonitor(StageCore, CallbackBase):
             return []
         if k > len(rows["id"]):
             warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.", stacklevel=2)
-        logits = rows.get("logits")
-        if logits is not None and self._pool_scores.head is not None:
-            logits = checked_logits(self._pool_scores.head, logits)
-        candidates = Candidates.of(
-            judged_of(rows), rows["emb"], logits, self.criteria.novel_distance, rows.get("p_value")
-        )
+        if "logits" in rows and self._pool_scores.head is not None:
+            rows = {**rows, "logits": checked_logits(self._pool_scores.head, rows["logits"])}
         labelled = self._head_state.rows.get("emb")
-        chosen = choose(candidates, k, labelled, method=method, beta=beta, novel_share=novel_share)
-        return rows["id"][chosen].tolist()
+        distance = self.criteria.novel_distance
+        options: Any = {"novel_distance": distance, "method": method, "beta": beta, "novel_share": novel_share}
+        return rows["id"][propose(rows, k, labelled, **options)].tolist()
 
     def stop_at(self, *, error: float, delta: float = 0.05) -> Stop:
         """Whether the labels that the head accepts in the rest of the pool have at most this share of mistakes.
