@@ -123,8 +123,8 @@ def check_assess(rng: Rng) -> None:
         invalid = torch.tensor([False] * 6 + [True])
         for labels, given in ((head.calibration.network, [logits.float()]), (head.calibration.own, [])):
             for least in (torch.tensor(0.3).double(), torch.linspace(0.0, 1.0, 7).double()):
-                parts = ([] if part is None else [part] for part in measured[1:])
-                rows = measured.density, *parts, given, label, invalid, least
+                near, white, mahalanobis = ([] if part is None else [part] for part in measured[1:])
+                rows = measured.density, near, white, mahalanobis, given, label, invalid, least
                 columns, accept = assess_on_cuda(*rows, labels.tables())
                 expected, accepted = assess.assess_plainly(*rows, list(labels.tables()))
                 assert torch.allclose(columns, expected, rtol=1e-11, atol=1e-12, equal_nan=True), columns - expected
