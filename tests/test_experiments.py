@@ -420,6 +420,7 @@ def test_every_section_names_the_results_that_it_shows(monkeypatch: pytest.Monke
         "paper_tables",
         "promise_tables",
         "novelty_tables",
+        "serving_tables",
     ):
         monkeypatch.setattr(f"{module}.load", recording)
     for sections in report.PAGES.values():

@@ -167,6 +167,12 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return (wide.clamp_max(0.0) - ((-wide.abs()).exp() + 1.0).log()).to(x.dtype)
 
 
+def _nan_to_num(x: Tensor, nan: float = 0.0) -> Tensor:
+    """A number for NaN, the largest one for infinity; torch's ONNX exporter takes that number for float32."""
+    limits = torch.finfo(x.dtype)
+    return torch.where(x.isnan(), nan, x).clamp(limits.min, limits.max)
+
+
 def _logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Logarithm of a sum of exponentials relative to the largest; ONNX Runtime lets all of them round to zero."""
     most = x.amax(dim=dim, keepdim=True).clamp_min(torch.finfo(x.dtype).min)
@@ -191,6 +197,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.asinh: _asinh,
     torch.log1p: _log1p,
     torch.nn.functional.logsigmoid: _log_sigmoid,
+    torch.Tensor.nan_to_num: _nan_to_num,
     torch.Tensor.logsumexp: _logsumexp,
 }
 
