@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000, help="streams without drift")
     parser.add_argument("--draws", type=int, default=20, help="streams of every change")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".* have fewer than")
+    warnings.filterwarnings("ignore", message="Classes with fewer than")
     rng = np.random.default_rng(options.seed)
     rows = []
     found = cases(options.seed, options.smoke)
