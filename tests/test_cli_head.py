@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from sepc_torch import TrustHead
 from sepc_torch.cli import app, row_files
+from sepc_torch.serving.export import _description
 
 ROOT = Path(__file__).resolve().parent.parent
 SCORES = ["label", "confidence", "joint", "p_value", "accept", "trust", "rule", "reason"]
@@ -153,7 +154,7 @@ class TestFit:
         head = TrustHead.load(tmp_path / "m.safetensors")
         assert head.training_set is not None
         before = len(head.training_set)
-        head.update(frame[:10], frame["answer"][:10], ids=[f"new {i}" for i in range(10)])
+        head.update(frame[:10], frame["answer"][:10])
         assert len(head.training_set) == before + 10
 
     def test_a_promise_that_needs_more_rows(self, folder: Path, tmp_path: Path) -> None:
@@ -579,6 +580,25 @@ class TestExport:
             "z holds 6 encoded numbers, not the 3 columns of the table: TrustHead.load(model).encode(table)" in printed
         )
         assert (tmp_path / "head.pt2").read_text() == "False"
+
+    def test_the_description_of_the_encoding_suffices(self, folder: Path) -> None:
+        """The steps of docs/serving.md, without the package: the numbers are those of ``head.encode``."""
+        head = TrustHead.load(folder / "model.safetensors")
+        described = json.loads(json.dumps(_description(head)))["encoding"]
+        frame = pd.read_csv(folder / "new.csv").assign(city=lambda t: t["city"].where(t.index != 3))
+        numbers, gaps, categories = [], [], []
+        for column in described["numbers"]:
+            values = frame[column["name"]]
+            numbers.append((values.fillna(column["median"]) - column["mean"]) / column["scale"])
+            gaps += [values.isna()] if column["gaps"] else []
+        for column in described["categories"]:
+            texts = frame[column["name"]].fillna("(missing)")
+            categories += [texts == category for category in column["categories"]]
+            categories += [~texts.isin(column["categories"])] if column["other"] else []
+        expected = np.stack([*numbers, *gaps, *categories], axis=1).astype(np.float32)
+        np.testing.assert_allclose(head.encode(frame), expected, rtol=1e-6)
+        assert head.encode(frame).dtype == np.float32
+        assert len(_description(head)["feature_names"]) == expected.shape[1]
 
     def test_misuse_is_one_line(self, folder: Path, tmp_path: Path) -> None:
         assert "must end in .onnx or .pt2" in fail("export", folder / "model", "-o", tmp_path / "head.tflite")

@@ -12,6 +12,7 @@ import torch
 from overlapping_classes import MEANS, batch, draw
 
 from sepc_torch import TrustHead
+from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -114,3 +115,30 @@ def test_extreme_data(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], norm
     truth = torch.tensor([head.classes.index(label) for label in labels.tolist()])
     right, wrong = (head.evidence(z, label).support for label in (truth, (truth + 1) % len(head.classes)))
     assert float(right.mean()) > float(wrong.mean())
+
+
+def test_a_single_row_is_a_batch_of_one() -> None:
+    rng = np.random.default_rng(0)
+    x, labels, logits = draw(rng, 120)
+    head = TrustHead.fit(x[:60], labels[:60], dim=3, keep_points=True, nan_policy="flag")
+    head.calibrate(x[60:], labels[60:], logits[60:])
+    row = x[0]
+    calls: list[Callable[[], Any]] = [
+        lambda: head(batch(row)),
+        lambda: head.sepc(torch.zeros(3)),
+        lambda: head.judge(row),
+        lambda: head.novelties(row),
+        lambda: head.predict(row),
+        lambda: head.update(row, [0]),
+        lambda: head.calibrate(row, [0]),
+        lambda: TrustHead.fit(row, [0]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"single row as a batch of one: z\[None\]"):
+            call()
+    for call in (lambda: head(batch(x[:1]), logits=batch(logits[0])), lambda: head.judge(x[:1], logits[0])):
+        with pytest.raises(ValueError, match=r"logits\[None\]"):
+            call()
+    out = head.judge(np.stack([row, np.full_like(row, np.nan)]))
+    assert repr(out).startswith(f"HeadPrediction(2 rows, {int(out.accept.sum())} accepted, fields: label, trust, rule")
+    assert out.rule_names == [Rule(int(out.rule[0])).name, None]

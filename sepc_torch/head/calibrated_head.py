@@ -67,7 +67,9 @@ class CalibratedHead(HeadModule):
         z = torch.tensor(points, dtype=torch.float32, device=self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
-            raise ValueError(f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")
+            raise ValueError(
+                f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION - len(z)} more."
+            )
         own = self.sepc(self.projection(z))
         data = calibration_set(self.evidence, z, codes, own.label, logits, len(self.classes))
         calibration = Calibration(self.evidence.support_names, len(self.evidence.kinds))

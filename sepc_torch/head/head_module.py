@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.arrays import single_row_hint
 from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.evidence import Evidence
@@ -27,7 +28,7 @@ from sepc_torch.model.queries import (
     rows_without_prediction,
 )
 from sepc_torch.model.sepc import SEPC
-from sepc_torch.shapes import Array, Bool, Int
+from sepc_torch.shapes import Array, Bool, Float, Int
 
 
 class HeadModule(nn.Module):
@@ -159,7 +160,8 @@ class HeadModule(nn.Module):
         Args:
             z: (B, D) embeddings: an array, list of rows, tensor on any device, or a table with the columns that the
                 head was fitted on.
-            logits: (B, C) logits of the network in any of these forms, or None.
+            logits: (B, C) logits of the network in any of these forms, or None to assess the head's own labels. Those
+                have a calibration of their own, also after a calibration with logits.
             groups: (B,) groups of the points, if :meth:`accept_at` was given groups.
 
         Returns:
@@ -173,11 +175,13 @@ class HeadModule(nn.Module):
         cpu, dtype = torch.device("cpu"), self.projection.shift.dtype
         points = points_as_tensor(self._encoded(z), self.feature_names, cpu, dtype)
         if points.dim() != 2:
-            raise ValueError(f"Expected embeddings of shape (B, {self.in_features}), got {tuple(points.shape)}.")
+            wanted, hint = f"(B, {self.in_features})", single_row_hint(points.shape)
+            raise ValueError(f"Expected embeddings of shape {wanted}, got {tuple(points.shape)}.{hint}")
         given = None if logits is None else points_as_tensor(logits, None, cpu, dtype)
-        if given is not None and len(given) != len(points):
+        if given is not None and (given.dim() != 2 or len(given) != len(points)):
             raise ValueError(
-                f"Got {len(points)} rows of embeddings and {len(given)} rows of logits; pass one for each."
+                f"Got {len(points)} rows of embeddings and logits of shape {tuple(given.shape)}; pass (B, C) logits, a "
+                "row for each embedding. The logits of a single row are logits[None]."
             )
         return judge_rows(self, points, given, self.sepc.codes.device, group_indices(groups, len(points)))
 
@@ -193,6 +197,21 @@ class HeadModule(nn.Module):
         """
         where, dtype = self.sepc.codes.device, self.projection.shift.dtype
         return points_as_tensor(self._encoded(z), self.feature_names, where, dtype)
+
+    def encode(self, table: Any) -> Float[Array, "B D"]:
+        """Return the features of a table as a NumPy array in the dtype of the head, as an exported file takes them.
+
+        Missing values and categories are encoded as in the fit; a row that cannot be encoded holds NaN.
+
+        Args:
+            table: A table with the columns that the head was fitted on, in any order; or an array of the features.
+
+        >>> from sepc_torch import TrustHead
+        >>> head = TrustHead.fit([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 2.0]], [0, 0, 1, 1], dim=1)
+        >>> head.encode([[3, 1]])
+        array([[3., 1.]], dtype=float32)
+        """
+        return self.as_tensor(table).to("cpu", self.projection.shift.dtype).numpy()
 
     def _encoded(self, z: Any) -> Any:
         """The features of a table, if the head has an encoding; anything else is returned as it is."""

@@ -288,8 +288,8 @@ class TrustHead(CalibratedHead):
         return () if self.training_set is None else tuple(self.classes[c] for c in self.training_set.marked)
 
     def update(self, z: Any, y: Any, ids: Any = None) -> TrustHead:
-        """Add labelled embeddings (M, D) of known classes; see :func:`sepc_torch.head.updates.add_points`."""
-        return self._updated("add_points", z, y, ids)
+        """Add labelled embeddings (M, D), or rows of a table; see :func:`sepc_torch.head.updates.add_points`."""
+        return self._updated("add_points", self._encoded(z), y, ids)
 
     def forget(self, ids: Any) -> TrustHead:
         """Remove the points with these identifiers; see :func:`sepc_torch.head.updates.remove_points`."""
@@ -340,8 +340,9 @@ class TrustHead(CalibratedHead):
         """Write the head as an ONNX file of standard operators, opset 18, for any batch size (extra ``onnx``).
 
         The inputs are ``z`` (B, D) and ``logits`` (B, C), the outputs are the fields of
-        :class:`~sepc_torch.HeadPrediction`. The metadata of the file hold ``classes``, ``feature_names`` and
-        ``in_features`` as JSON. Rows with NaN are flagged, whatever the ``nan_policy``. Of ellipsoids equally near to a
+        :class:`~sepc_torch.HeadPrediction`. The metadata of the file hold ``classes``, ``feature_names``,
+        ``in_features`` and ``encoding`` as JSON. A head of a table with categories takes encoded numbers, which
+        :meth:`encode` returns. Rows with NaN are flagged, whatever the ``nan_policy``. Of ellipsoids equally near to a
         point outside, the graph expands at most four.
 
         Args:
