@@ -205,7 +205,7 @@ def test_judge_takes_any_form_in_chunks(case: Case, monkeypatch: pytest.MonkeyPa
     ):
         assert_equal(case.head.judge(z, logits), expected)
     assert len(case.head.judge(case.z[:0]).label) == 0
-    with pytest.raises(ValueError, match=r"Got 7 rows of embeddings and logits of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"Got 7 rows of embeddings and logits of shape \(2, 3\)"):
         case.head.judge(case.z, case.logits[:2])
     with pytest.raises(ValueError, match=r"Expected embeddings of shape \(B, 8\)"):
         case.head.judge(case.z[0])
