@@ -491,7 +491,7 @@ def test_label_errors_are_listed(tmp_path: Path) -> None:
     frame.loc[[7, 30], "kind"] = ["cat", "dog"]
     frame.to_csv(tmp_path / "d.csv", index=False)
     arguments = ["label-errors", tmp_path / "d.csv", "-l", "kind", "--id", "key", "-o", tmp_path / "o.parquet"]
-    assert "2 rows are listed" in succeed(*arguments)
+    assert "rows listed: 2." in succeed(*arguments)
     found = pd.read_parquet(tmp_path / "o.parquet").sort_values("row")
     assert found.columns.tolist() == ["row", "key", "label", "suggested", "wrong", "adjusted"]
     assert found[["row", "key", "label", "suggested"]].to_numpy().tolist() == [

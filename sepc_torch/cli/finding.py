@@ -78,7 +78,7 @@ def novelties(
     values = {"p_value": found.p_value, "adjusted": found.adjusted}
     _write(output, rows, names, {name: column.numpy()[rows] for name, column in values.items()})
     if left_out:
-        note(f"{left_out} rows hold an unusable value and count as the strangest ones; `sepc score` names them.")
+        note(f"rows with an unusable value, which count as the strangest ones: {left_out}; `sepc score` names them.")
     described = {"output": str(output), "rows": len(found.novel), "novel": len(rows), "fdr": fdr, "least": found.least}
     if as_json:
         print_json(described | {"ordinary": found.ordinary, "threshold": found.threshold})
@@ -145,7 +145,7 @@ def label_errors(
         counts = {"rows": len(rows.targets), "found": int(found.found.sum()), "share": found.share, "fdr": fdr}
         print_json({"output": str(output), **counts})
         return
-    print(f"About {found.share:.1%} of {len(rows.targets)} labels seem wrong; {len(listed)} rows are listed.")
+    print(f"About {found.share:.1%} of {len(rows.targets)} labels seem wrong; rows listed: {len(listed)}.")
     if not len(listed):
         print("The other rows contradict no label clearly; --top 20 lists the most suspicious ones all the same.")
     print(f"Written: {printable(output)}")

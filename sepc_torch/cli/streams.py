@@ -93,7 +93,7 @@ def report(
         texts=None if text is None else texts,
     )
     if left_out:
-        note(f"{left_out} rows without a label or with an unusable value are left out; `sepc score` names them.")
+        note(f"rows left out, without a label or with an unusable value: {left_out}; `sepc score` names them.")
     print(f"Written: {printable(path)} and {printable(path.with_suffix('.json'))}")
 
 
@@ -126,7 +126,7 @@ def drift(
     if not found.seen:
         raise ValueError(f"{str(data)!r} has no rows.")
     if left_out:
-        note(f"{left_out} rows hold an unusable value and count as the most unusual ones.")
+        note(f"rows with an unusable value, which count as the most unusual ones: {left_out}")
     if as_json:
         print_json(found.to_dict())
     else:

@@ -81,7 +81,7 @@ class HeadModule(nn.Module):
 
         Args:
             z: The embeddings.
-            logits: The network's logits (B, C), or None.
+            logits: The network's logits (B, C), or None to assess the head's own labels.
             labels: The network's labels as indices (B,) into ``classes``, or None. Pass at most one of ``logits`` and
                 ``labels``.
             groups: The groups (B,) of the points, if :meth:`accept_at` was given groups; points of an unknown group are
