@@ -278,7 +278,7 @@ def test_a_classifier_of_another_shape_is_refused(case: Case, given: Any) -> Non
 
 
 def test_a_network_without_mistakes(case: Case) -> None:
-    found = quiet(*case.five[:4], np.eye(CLASSES)[case.test_y])
+    found = quiet(*case.five[:4], 4.0 * np.eye(CLASSES)[case.test_y])
     assert row(found, "SEP-C")["aurc"] == 0.0
     assert "0 mistakes, accuracy 100.0%" in str(found)
     with pytest.raises(ValueError, match=r"No score has a value in column 'naurc'.*accuracy is 100%"):
