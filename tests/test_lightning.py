@@ -97,7 +97,7 @@ class TestStages:
         watch, model = monitor(), Late()
         with torch.no_grad():
             model.classifier.weight.zero_()
-            model.classifier.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))  # every label is 0
+            model.classifier.bias.copy_(torch.tensor([2.0, 0.0, 0.0]))  # every label is 0
         run = quiet_trainer(watch, saver, folder=tmp_path, enable_checkpointing=True, max_epochs=4)
         run.fit(model, loader(blobs(150)), loader(blobs(90, 1)))
         assert "epoch=0" not in saver.best_model_path
