@@ -262,7 +262,7 @@ def files() -> str:
             f"{r['gb']:.2f} GB",
             _thousands(r["rows"]),
             f"{r['cpu_s']:.0f} s",
-            _thousands(round(r["rows"] / r["cpu_s"], -2)),
+            _thousands(100 * round(r["rows"] / r["cpu_s"] / 100)),
             f"{r['peak_mb']:.0f} MiB",
         ]
         for r in results["rows"]
@@ -293,18 +293,24 @@ def active() -> str:
         f"over {results['seeds']} seeds, with standard errors"
     )
     trained = results["sets"]["digits, network"]["rows"]
-    above = [r["rows"]["ours"] for r in results["sets"].values()]
     verdict = results["verdict"]
-    reading = (
-        "`ours` is the query of `TrustMonitor`: its head is calibrated on up to "
-        f"{results['validation']} validation samples, which train no network. Minus margin sampling, on the same "
-        "splits: "
-        + ", ".join(
-            f"{name} {100 * row['over_margin']:+.1f} ± {100 * row['over_margin_se']:.1f}"
-            for name, row in zip(results["sets"], above, strict=True)
+    if "validation" in results:
+        pairs = {name: r["rows"]["ours"] for name, r in results["sets"].items()}
+        what = (
+            "`ours` is the query of `TrustMonitor`: its head is calibrated on up to "
+            f"{results['validation']} validation samples, which train no network. Minus margin sampling, on the same "
+            "splits: "
+            + ", ".join(
+                f"{name} {100 * row['over_margin']:+.1f} ± {100 * row['over_margin_se']:.1f}"
+                for name, row in pairs.items()
+            )
+            + ". By more than two standard errors it is below margin sampling on "
+            f"{', '.join(verdict['clearly_below_margin_on']) or 'none of these sets'}."
         )
-        + f". It is below margin sampling on {', '.join(verdict['below_margin_on']) or 'none of these sets'}, by more "
-        f"than two standard errors on {', '.join(verdict['clearly_below_margin_on']) or 'none'}, and "
+    else:
+        what = "`ours` is the query that `TrustMonitor` had before: the sample nearest to the centre of every cluster."
+    reading = (
+        f"{what} It is below margin sampling on {', '.join(verdict['below_margin_on']) or 'none of these sets'}, and "
         f"{'above' if verdict['above_badge_on_average'] else 'not above'} BADGE on average. Ambiguity "
         "comes from the network there, and novelty from the head. On the trained network, the head alone (without "
         f"`logits`) gains {gain(trained['ours, head alone'])}, and querying the least trusted samples first gains "
