@@ -258,6 +258,7 @@ def files() -> str:
     rows = [
         [
             f"`sepc {r['command']}`",
+            "" if r.get("max_rows") is None else _thousands(r["max_rows"]),
             f"{r['format']}, {r['shape']}",
             f"{r['gb']:.2f} GB",
             _thousands(r["rows"]),
@@ -267,7 +268,7 @@ def files() -> str:
         ]
         for r in results["rows"]
     ]
-    header = ["command", "file", "size", "rows", "CPU time", "rows/s", "peak memory"]
+    header = ["command", "`--max-rows` of the model", "file", "size", "rows", "CPU time", "rows/s", "peak memory"]
     text = "Each command in a process with one thread; the memory includes that of Python and torch, about 300 MiB"
     return f"{text}:\n\n{table(header, rows)}"
 
