@@ -482,6 +482,7 @@ def test_novel_rows_are_listed(folder: Path, tmp_path: Path) -> None:
     assert pd.read_csv(tmp_path / "o.csv").empty
 
 
+@pytest.mark.slow
 def test_label_errors_are_listed(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     kind = np.array(["cat", "dog"])[np.arange(200) % 2]
