@@ -295,21 +295,17 @@ def active() -> str:
     )
     trained = results["sets"]["digits, network"]["rows"]
     verdict = results["verdict"]
-    if "validation" in results:
-        pairs = {name: r["rows"]["ours"] for name, r in results["sets"].items()}
-        what = (
-            "`ours` is the query of `TrustMonitor`: its head is calibrated on up to "
-            f"{results['validation']} validation samples, which train no network. Minus margin sampling, on the same "
-            "splits: "
-            + ", ".join(
-                f"{name} {100 * row['over_margin']:+.1f} ± {100 * row['over_margin_se']:.1f}"
-                for name, row in pairs.items()
-            )
-            + ". By more than two standard errors it is below margin sampling on "
-            f"{', '.join(verdict['clearly_below_margin_on']) or 'none of these sets'}."
+    pairs = {name: r["rows"]["ours"] for name, r in results["sets"].items()}
+    what = (
+        "`ours` is the query of `TrustMonitor`: its head is calibrated on up to "
+        f"{results['validation']} validation samples, which train no network. Minus margin sampling, on the same "
+        "splits: "
+        + ", ".join(
+            f"{name} {100 * row['over_margin']:+.1f} ± {100 * row['over_margin_se']:.1f}" for name, row in pairs.items()
         )
-    else:
-        what = "`ours` is the query that `TrustMonitor` had before: the sample nearest to the centre of every cluster."
+        + ". By more than two standard errors it is below margin sampling on "
+        f"{', '.join(verdict['clearly_below_margin_on']) or 'none of these sets'}."
+    )
     reading = (
         f"{what} It is below margin sampling on {', '.join(verdict['below_margin_on']) or 'none of these sets'}, and "
         f"{'above' if verdict['above_badge_on_average'] else 'not above'} BADGE on average. Ambiguity "
