@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head import neighbours
-from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.neighbours import Neighbours, first_largest
 from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
@@ -123,6 +123,17 @@ def test_chunks_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch_ops, "CPU_BYTES", rows * len(points) * 8)
         assert torch_ops.rows_per_piece(z, len(points)) == rows
         assert torch.allclose(near(z), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1536, 1599, 1600, 1601, 2000])
+def test_the_largest_value_is_the_first_one_also_in_blocks(rng: Rng, count: int) -> None:
+    values = torch.from_numpy(rng.integers(40, size=(64, count))).float()  # every row has its largest value many times
+    rows = torch.arange(len(values))
+    values[rows[:16], torch.from_numpy(rng.integers(count, size=16))] = 50.0  # once
+    values[rows[16:20], -1] = 50.0
+    values[rows[20:24], torch.from_numpy(rng.integers(count, size=4))] = torch.nan
+    values[24] = -torch.inf
+    assert torch.equal(first_largest(values), values.argmax(dim=1))
 
 
 def test_without_points_there_are_no_columns() -> None:

@@ -22,6 +22,8 @@ _SAMPLE = 64
 # Above this number of classes, classes of similar size are searched together: copying the products into groups then
 # takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
+# Values of a block of the search for the largest one; least numbers of values and rows for which blocks save time.
+_BLOCK, _MANY_VALUES, _MANY_ROWS = 64, 1536, 16
 # Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
 # are among them, unless the label is wrong.
 _RECOMPUTED = 8
@@ -233,9 +235,31 @@ def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tenso
     found = closeness.new_empty(len(closeness), len(ends), dtype=torch.int64)
     first = 0
     for c, end in enumerate(ends):
-        found[:, c] = closeness[:, first:end].argmax(dim=1).add_(first)
+        found[:, c] = first_largest(closeness[:, first:end]).add_(first)
         first = end
     return found
+
+
+def first_largest(values: Float[Tensor, "b n"]) -> Int[Tensor, "b"]:
+    """Index of the first largest value of every row, which ``argmax(dim=1)`` returns too.
+
+    On a CPU ``amax`` of short blocks takes a fraction of the time of ``argmax``. So the largest value of every block is
+    found first, and ``argmax`` searches the first block that holds the largest of these.
+
+    >>> first_largest(torch.tensor([[1.0, 3.0, 3.0]]))
+    tensor([1])
+    """
+    count = values.shape[1]
+    if count < _MANY_VALUES or len(values) < _MANY_ROWS or values.is_cuda:
+        return values.argmax(dim=1)
+    whole = count // _BLOCK * _BLOCK
+    blocks = values[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=2)
+    if whole < count:
+        blocks = torch.cat([blocks, values[:, whole:].amax(dim=1, keepdim=True)], dim=1)
+    # A last block of fewer values also takes values before it; these are smaller, or the block before would be chosen.
+    start = (blocks.argmax(dim=1, keepdim=True) * _BLOCK).clamp_max(count - _BLOCK)
+    inside = values.gather(1, start + torch.arange(_BLOCK, device=values.device)).argmax(dim=1)
+    return start.squeeze(1) + inside
 
 
 def _best_together(
