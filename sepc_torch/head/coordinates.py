@@ -13,7 +13,6 @@ from sepc_torch.head.kernels.tables import GaussianTables, LinearTables
 from sepc_torch.model import torch_ops
 from sepc_torch.model.kernels import possible
 from sepc_torch.model.kernels.launch import on_device, triton_version
-from sepc_torch.shapes import Float
 
 # Older versions have no products in float64.
 _OLDEST_TRITON = (3, 5)
@@ -36,16 +35,10 @@ def _shapes(z: Tensor, _tables: list[Tensor], widths: list[int], gaussian: list[
     return [*found, z.new_empty(z.shape[0], dtype=torch.float64)] if gaussian else found
 
 
-_coordinates = torch_ops.operator(
+# Coordinates of one or two projections in float32 and, with Gaussian tables, squared distances in float64.
+coordinates = torch_ops.operator(
     "coordinates(Tensor z, Tensor[] tables, int[] widths, Tensor[] gaussian) -> Tensor[]", _launch, _shapes
 )
-
-
-def coordinates(
-    z: Float[Tensor, "B D"], tables: list[Tensor], widths: list[int], gaussian: list[Tensor]
-) -> list[Tensor]:
-    """Coordinates of one or two projections in float32 and, with Gaussian tables, squared distances in float64."""
-    return _coordinates(z, tables, widths, gaussian)
 
 
 def fits(z: Tensor, tables: list[Tensor]) -> bool:

@@ -162,9 +162,9 @@ def _highest(owner: Int[Tensor, "B"], k: int) -> Int[Tensor, "k"]:
     firsts: dict[int, int] = {}
     for i, cluster in enumerate(owner.tolist()):
         firsts.setdefault(cluster, i)
-    chosen = list(firsts.values())
-    rest = [i for i in range(len(owner)) if i not in set(chosen)]
-    return torch.tensor((chosen + rest)[:k], dtype=torch.int64)
+    taken = set(firsts.values())
+    rest = (i for i in range(len(owner)) if i not in taken)
+    return torch.tensor([*firsts.values(), *rest][:k], dtype=torch.int64)
 
 
 def _weights(score: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
