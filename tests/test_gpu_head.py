@@ -107,6 +107,16 @@ class TestAgreesWithTheCpu:
         z, logits = batch(rng, 5000)
         agree(on(model)(z.cuda(), logits=logits.cuda()), model(z, logits=logits))
 
+    @pytest.mark.parametrize("width", [400, 1536])
+    def test_wide_embeddings(self, rng: Rng, width: int) -> None:
+        turn = np.linalg.qr(rng.normal(size=(width, DIM)))[0].T
+        (x, labels, _), (held, *rest) = draw(rng, 450), draw(rng, 500)
+        wide = [part @ turn + 0.01 * rng.normal(size=(len(part), width)) for part in (x, held)]
+        model = TrustHead.fit(wide[0], labels, dim=6).calibrate(wide[1], *rest)
+        z, logits = batch(rng, 20_000)
+        z = z @ torch.from_numpy(turn).float()
+        agree(on(model)(z.cuda(), logits=logits.cuda()), model(z, logits=logits))
+
     @pytest.mark.parametrize("precision", ["high", "medium"])
     def test_every_precision_of_matrix_products(self, rng: Rng, precision: str) -> None:
         model = calibrated(rng)

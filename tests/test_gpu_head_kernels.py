@@ -38,21 +38,24 @@ def same(found: HeadPrediction, expected: HeadPrediction, names: tuple[str, ...]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (500, 3, 64), (2000,), (7,) * 300, tuple(range(1, 90))])
-@pytest.mark.parametrize("dim", [3, 64, 130])
+@pytest.mark.parametrize("dim", [3, 64, 130, 384, 512, 2048])
 def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
     codes = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
-    z = torch.from_numpy(rng.normal(size=(777, dim))).float()
-    z[0], z[1] = points[-1], 0.0
+    z = torch.from_numpy(rng.normal(size=(17_000, dim))).float().cuda()
     near = Neighbours(points, codes).cuda()
+    z[0], z[1] = near.points[-1], 0.0
     assert near.tables
-    distance, index = near.nearest(z.cuda())
-    apart = torch.cdist(z.double().cuda(), near.points.double())
-    assert torch.allclose(distance.double(), apart.gather(1, index), rtol=1e-5, atol=1e-5)
+    distance, index = near.nearest(z)
+    few = near.nearest(z[:777])  # a batch of this size takes smaller tiles
+    assert torch.equal(few[0], distance[:777])
+    assert torch.equal(few[1], index[:777])
+    apart = torch.cdist(z[:2000].double(), near.points.double())
+    assert torch.allclose(distance[:2000].double(), apart.gather(1, index[:2000]), rtol=1e-5, atol=1e-5)
     for c, end in enumerate(near.ends):
         least = apart[:, end - sizes[c] : end].amin(dim=1)
-        assert torch.allclose(distance[:, c].double(), least, rtol=1e-5, atol=1e-5)
-    assert torch.equal(near.codes[index], torch.arange(len(sizes), device="cuda").expand(777, -1))
+        assert torch.allclose(distance[:2000, c].double(), least, rtol=1e-5, atol=1e-5)
+    assert torch.equal(near.codes[index], torch.arange(len(sizes), device="cuda").expand(len(z), -1))
 
 
 def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from sepc_torch.head.kernels.tables import RegionTables
 from sepc_torch.model.kernels.distances import distances_into
 from sepc_torch.model.kernels.launch import Launcher, aligned, jit, within_32_bits
-from sepc_torch.model.kernels.tables import Split
+from sepc_torch.model.kernels.tables import Split, power_of_two
 from sepc_torch.shapes import Float
 
-# Rows and regions that a program takes at a time.
-_ROWS, _LANES = 8, 16
+# Distances that a program takes at a time, and the largest number of regions among them.
+_TILE, _LANES = 128, 16
 # Bytes of the distances of a piece.
 _PIECE_BYTES = 2**28
 
@@ -62,13 +62,16 @@ def log_densities(
     points = within_32_bits(points)
     out = torch.empty(len(points), classes, dtype=torch.float64, device=points.device)
     step = max(64, _PIECE_BYTES // (4 * count))
+    # As many regions at a time as a class has on average: more would be masked.
+    lanes = min(_LANES, power_of_two(-(-count // classes)))
+    tile = _TILE // lanes, lanes
     for start in range(0, len(points), step):
         piece = points[start : start + step]
         rows = len(piece)
         distance = torch.empty(count, rows, dtype=torch.float32, device=points.device)
         distances_into(distance, piece, origin, bank, 1, rows, one_shape=True)
         _launch(
-            (-(-rows // _ROWS), classes, 1), (aligned(out[start : start + step]), classes == 1, classes % 16 == 0),
-            (distance, *tables, out[start : start + step], rows, dim, classes), (_ROWS, _LANES), num_warps=4,
+            (-(-rows // tile[0]), classes, 1), (aligned(out[start : start + step]), classes == 1, classes % 16 == 0),
+            (distance, *tables, out[start : start + step], rows, dim, classes), tile, num_warps=4,
         )  # fmt: skip
     return out

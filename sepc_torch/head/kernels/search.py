@@ -1,8 +1,8 @@
 r"""Search kernels: the nearest reference point of every class, without a matrix of all products.
 
 1. ``_split_rows`` splits every row into a pair of float16 numbers and finds its scale.
-2. ``_closest`` maximises the closeness :math:`z \cdot x_i - \tfrac12 \|x_i\|^2` over every chunk of tiles, from three
-   float16 products with the accuracy of float32.
+2. ``_closest`` maximises the closeness :math:`z \cdot x_i - \tfrac12 \|x_i\|^2` over the points of every class in every
+   chunk of tiles, from three float16 products with the accuracy of float32.
 3. ``_class_distance`` takes the best point of every class and computes its distance from differences, with sums in
    float64.
 
@@ -19,12 +19,14 @@ from torch import Tensor
 from sepc_torch.head.kernels.tables import SearchTables
 from sepc_torch.model.kernels.distances import power_of_two_above, split_float
 from sepc_torch.model.kernels.launch import Launcher, aligned, jit
-from sepc_torch.model.kernels.tables import TOP, block_size
+from sepc_torch.model.kernels.tables import TOP, block_size, power_of_two
 from sepc_torch.shapes import Float, Int
 
-# Rows of a program of each kernel. From _MANY rows on, a program of the second one takes twice as many.
-_SPLIT_ROWS, _FEW_ROWS, _DISTANCE_ROWS = 32, 64, 32
+# Rows of a program of the first two kernels. From _MANY rows on, a program of the second one takes twice as many.
+_SPLIT_ROWS, _FEW_ROWS = 32, 64
 _MANY = 2**14
+# Rows, most classes and features that a program of the third kernel takes at a time; measured on an H200.
+_DISTANCE_ROWS, _CLASSES, _FEATURES = 16, 4, 32
 # Programs that occupy a chip of 132 multiprocessors (H200) about twice.
 _PROGRAMS = 256
 # Bytes of the best values and places of all chunks of a piece.
@@ -59,7 +61,7 @@ def _split_rows(
 def _closest(
     high, low, factor, tile_high, tile_low, half, chunks, best, place,
     points, count, per,
-    block: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr, beside: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -76,7 +78,8 @@ def _closest(
         where = tl.zeros([rows, size], tl.int32)
         for t in range(tl.load(chunks + q), tl.load(chunks + q + 1)):
             y = tl.zeros([rows, size], tl.float32)
-            for b in tl.static_range(blocks):
+            # A loop, not unrolled: unrolled, rows and tiles of all blocks would need more shared memory than there is.
+            for b in range(blocks):
                 if blocks > 1:
                     x_high = tl.load(high + start + b * block, mask=live[:, None], other=0.0)
                     x_low = tl.load(low + start + b * block, mask=live[:, None], other=0.0)
@@ -89,37 +92,46 @@ def _closest(
             better = y > most
             most = tl.where(better, y, most)
             where = tl.where(better, t, where)
-        found = tl.max(most, axis=1)
-        spots = tl.where(most == found[:, None], where * size + n[None, :], 2147483647)
-        tl.store(best + q * points + row, found, mask=live)
-        tl.store(place + q * points + row, tl.min(spots, axis=1), mask=live)
+        # The best of every class of the tiles.
+        most = tl.reshape(most, [rows, beside, size // beside])
+        found = tl.max(most, axis=2)
+        spots = tl.reshape(where * size + n[None, :], [rows, beside, size // beside])
+        spots = tl.min(tl.where(most == found[:, :, None], spots, 2147483647), axis=2)
+        out = (q * beside + tl.arange(0, beside)).to(tl.int64)[None, :] * points + row[:, None]
+        tl.store(best + out, found, mask=live[:, None])
+        tl.store(place + out, spots, mask=live[:, None])
 
 
-@jit(do_not_specialize=["points"])
+@jit(do_not_specialize=["points", "classes"])
 def _class_distance(
-    z, offsets, index, classes, best, place, distance, found,
-    points, dim, row_stride, class_count,
-    block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
+    z, offsets, index, ranges, best, place, distance, found,
+    points, dim, row_stride, classes, beside: tl.constexpr,
+    group: tl.constexpr, features: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    live = row < points
-    c = tl.program_id(1)
-    most = tl.full([rows], float("-inf"), tl.float32)
-    begin = tl.load(classes + c)
-    spot = tl.load(place + begin * points + row, mask=live, other=0)
-    for q in range(begin, tl.load(classes + c + 1)):
-        y = tl.load(best + q * points + row, mask=live, other=0.0)
-        spot = tl.where(y > most, tl.load(place + q * points + row, mask=live, other=0), spot)
+    c = tl.program_id(1) * group + tl.arange(0, group)
+    live = (row < points)[:, None] & (c < classes)[None, :]
+    begin = tl.load(ranges + 2 * c, mask=c < classes, other=0)
+    end = tl.load(ranges + 2 * c + 1, mask=c < classes, other=0)
+    column = begin.to(tl.int64)[None, :] * points + row[:, None]
+    spot = tl.load(place + column, mask=live, other=0)
+    most = tl.load(best + column, mask=live, other=0.0)
+    for further in range(beside, tl.max(end - begin, axis=0), beside):
+        there = live & (begin + further < end)[None, :]
+        y = tl.load(best + column + further * points, mask=there, other=float("-inf"))
+        spot = tl.where(y > most, tl.load(place + column + further * points, mask=there, other=0), spot)
         most = tl.maximum(most, y)
     point = tl.load(index + spot, mask=live, other=0).to(tl.int64)
-    squares = tl.zeros([rows], tl.float64)
-    for b in tl.static_range(blocks):
-        i = b * block + tl.arange(0, block)
-        there = live[:, None] & (i < dim)[None, :]
-        x = tl.load(z + row[:, None].to(tl.int64) * row_stride + i[None, :], mask=there, other=0.0)
-        apart = (tl.load(offsets + point[:, None] * dim + i[None, :], mask=there, other=0.0) - x).to(tl.float64)
-        squares += tl.sum(apart * apart, axis=1)
-    out = row.to(tl.int64) * class_count + c
+    squares = tl.zeros([rows, group], tl.float64)
+    for first in range(0, dim, features):
+        i = first + tl.arange(0, features)
+        inside = (row < points)[:, None] & (i < dim)[None, :]
+        x = tl.load(z + row[:, None].to(tl.int64) * row_stride + i[None, :], mask=inside, other=0.0)
+        spots = offsets + point[:, :, None] * dim + i[None, None, :]
+        there = live[:, :, None] & (i < dim)[None, None, :]
+        apart = (tl.load(spots, mask=there, other=0.0) - x[:, None, :]).to(tl.float64)
+        squares += tl.sum(apart * apart, axis=2)
+    out = row[:, None].to(tl.int64) * classes + c[None, :]
     tl.store(distance + out, tl.sqrt(squares).to(tl.float32), mask=live)
     tl.store(found + out, point, mask=live)
 
@@ -138,8 +150,8 @@ def nearest_into(
 
     ``z`` and ``offsets`` are contiguous and relative to one origin.
     """
-    chunks = len(tables.chunks) - 1
-    step = max(_FEW_ROWS, _PIECE_BYTES // (8 * chunks))
+    columns = (len(tables.chunks) - 1) * tables.beside
+    step = max(_FEW_ROWS, _PIECE_BYTES // (8 * columns))
     for start in range(0, len(z), step):
         rows = slice(start, start + step)
         _piece_into(z[rows], offsets, tables, distance[rows], index[rows])
@@ -148,12 +160,12 @@ def nearest_into(
 def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tensor, index: Tensor) -> None:
     points, dim = z.shape
     _, padded, size = tables.high.shape
-    block = block_size(dim)
-    blocks, chunks, classes = padded // block, len(tables.chunks) - 1, len(tables.classes) - 1
+    block, beside = block_size(dim), tables.beside
+    blocks, chunks, classes = padded // block, len(tables.chunks) - 1, len(tables.ranges)
     high, low = (torch.empty(points, padded, dtype=torch.float16, device=z.device) for _ in range(2))
     factor = torch.empty(points, dtype=torch.float32, device=z.device)
-    best = torch.empty(chunks, points, dtype=torch.float32, device=z.device)
-    place = torch.empty(chunks, points, dtype=torch.int32, device=z.device)
+    best = torch.empty(chunks * beside, points, dtype=torch.float32, device=z.device)
+    place = torch.empty(chunks * beside, points, dtype=torch.int32, device=z.device)
     _launch_split(
         (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z)),
         (z, tables.scale, high, low, factor, points, dim, z.stride(0)),
@@ -165,10 +177,11 @@ def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tens
     _launch_closest(
         (-(-points // rows), -(-chunks // per), 1), (),
         (high, low, factor, tables.high, tables.low, tables.half, tables.chunks, best, place, points, chunks, per),
-        (block, blocks, size, rows), num_warps=4 if rows == _FEW_ROWS else 8, num_stages=2 if blocks > 1 else 3,
+        (block, blocks, size, beside, rows), num_warps=8 if blocks > 1 and rows > _FEW_ROWS else 4, num_stages=3,
     )  # fmt: skip
+    group = min(_CLASSES, power_of_two(classes))
     _launch_distance(
-        (-(-points // _DISTANCE_ROWS), classes, 1), (dim, aligned(z), classes == 1, classes % 16 == 0),
-        (z, offsets, tables.number, tables.classes, best, place, distance, index, points, dim, z.stride(0), classes),
-        (block, blocks, _DISTANCE_ROWS), num_warps=4,
+        (-(-points // _DISTANCE_ROWS), -(-classes // group), 1), (dim, aligned(z)),
+        (z, offsets, tables.number, tables.ranges, best, place, distance, index, points, dim, z.stride(0), classes),
+        (beside, group, _FEATURES, _DISTANCE_ROWS), num_warps=4,
     )  # fmt: skip

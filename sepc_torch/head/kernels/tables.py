@@ -1,9 +1,9 @@
 r"""Reference points, regions and projections in the memory layout of the kernels.
 
-The reference points of a class fill whole tiles of equal size; the last tile of a class is filled up with points at
-infinity. Tiles are stored as pairs of float16 numbers, ``high`` and ``low``, whose sum has 22 bits of a point
-(:mod:`sepc_torch.model.kernels.tables` explains such pairs). A *chunk* is a run of tiles of one class: the unit of work
-that a small batch spreads over the chip.
+The reference points of a class fill whole tiles of equal size. Small classes lie side by side in the tiles, in parts of
+equal width. What a class does not fill holds points at infinity. Tiles are stored as pairs of float16 numbers, ``high``
+and ``low``, whose sum has 22 bits of a point (:mod:`sepc_torch.model.kernels.tables` explains such pairs). A *chunk* is
+a run of tiles of the same classes: the unit of work that a small batch spreads over the chip.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from sepc_torch.model.kernels.tables import TOP, block_size, power_of_two_above
 from sepc_torch.shapes import Float, Int
 
-# Points of a tile: classes with fewer points than the larger size take the smaller one, which wastes less.
-LARGE_TILE, SMALL_TILE = 64, 16
-# Tiles of a chunk.
-_CHUNK = 8
+# Points of a tile, with one block of features and with several: the fastest ones (measured on an H200).
+_TILE, _WIDE_TILE = 64, 128
+# Points of one class in a tile, if classes have fewer points than a tile on average.
+_PART = 16
+# Points of a chunk.
+_CHUNK = 512
 # Coordinates of a block.
 COLUMNS = 32
 
@@ -36,61 +38,85 @@ class RegionTables(NamedTuple):
 class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 
-    ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half`` (T n)
-    holds half of the squared length of every point, infinite where a tile is filled up. ``number`` (T n) holds the
-    number of every point. ``chunks`` (Q + 1) holds the first tile of every chunk, ``classes`` (C + 1) the first chunk
-    of every class. ``scale`` (1,) is a power of two.
+    ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half``
+    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile, infinite where a class
+    does not fill its part. ``number`` (T n) holds the number of every point. ``chunks`` (Q + 1) holds the first tile of
+    every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the
+    number of its first part and a bound of the numbers, which increase by G. ``scale`` (1,) is a power of two.
     """
 
     high: Tensor
     low: Tensor
-    half: Float[Tensor, "N"]
+    half: Float[Tensor, "T G n"]
     number: Int[Tensor, "N"]
     chunks: Int[Tensor, "Q"]
-    classes: Int[Tensor, "C"]
+    ranges: Int[Tensor, "C 2"]
     scale: Float[Tensor, "1"]
+
+    @property
+    def beside(self) -> int:
+        """Number of classes side by side in a tile."""
+        return self.half.shape[1]
 
 
 def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables:
     """Lay out points that are sorted by class; ``ends`` are the ends of the classes.
 
     >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), [1, 3])
-    >>> tables.high.shape, tables.chunks.tolist(), tables.classes.tolist()
-    (torch.Size([2, 16, 16]), [0, 1, 2], [0, 1, 2])
-    >>> tables.number.view(2, 16)[:, :3].tolist()
-    [[0, 0, 0], [1, 2, 2]]
+    >>> tables.high.shape, tables.beside, tables.chunks.tolist(), tables.ranges.tolist()
+    (torch.Size([1, 16, 64]), 4, [0, 1], [[1, 4], [0, 4]])
+    >>> tables.number.view(4, 16)[:, :3].tolist()
+    [[1, 2, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     """
     dim, block = points.shape[1], block_size(points.shape[1])
     padded = -(-dim // block) * block
+    size = _TILE if padded == block else _WIDE_TILE
+    beside = 1 if len(points) >= size * len(ends) else size // _PART
+    width = size // beside
     last = torch.tensor(ends)
     first = torch.nn.functional.pad(last[:-1], (1, 0))
-    size = LARGE_TILE if len(points) >= LARGE_TILE * len(ends) else SMALL_TILE
-    tiles = -(-(last - first) // size)
-    owner = torch.repeat_interleave(torch.arange(len(ends)), tiles)
-    tile = torch.arange(len(owner)) - (tiles.cumsum(0) - tiles)[owner]
-    place = first[owner, None] + size * tile[:, None] + torch.arange(size)
-    index = torch.minimum(place, last[owner, None] - 1).flatten()
+    # Classes of similar sizes share tiles; places that no class takes belong to an empty class.
+    order = (last - first).argsort(descending=True, stable=True)
+    groups = -(-len(ends) // beside)
+    empty = (0, groups * beside - len(ends))
+    first, last = (torch.nn.functional.pad(some[order], empty).view(groups, beside, 1) for some in (first, last))
+    tiles = (-(-(last - first) // width)).amax(dim=(1, 2))
+    owner, tile = _places(tiles)
+    place = first[owner] + width * tile[:, None, None] + torch.arange(width)
+    beyond = place >= last[owner]
+    index = torch.minimum(place, (last[owner] - 1).clamp_min(0)).flatten().to(points.device)
     exact = points.double()
     scale = power_of_two_above(exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny).reshape(1))
-    half = exact.square().sum(dim=1)[index.to(points.device)] / 2
-    beyond = (place >= last[owner, None]).flatten().to(points.device)
-    index = index.to(points.device)
+    half = (exact.square().sum(dim=1)[index] / 2).view(beyond.shape)
     numbers = torch.nn.functional.pad(exact * (TOP / scale), (0, padded - dim))[index]
     numbers = numbers.view(len(owner), size, padded).mT
     high = numbers.half()
-    per_class = -(-tiles // _CHUNK)
-    chunk_owner = torch.repeat_interleave(torch.arange(len(ends)), per_class)
-    chunk = torch.arange(len(chunk_owner)) - (per_class.cumsum(0) - per_class)[chunk_owner]
-    starts = (tiles.cumsum(0) - tiles)[chunk_owner] + _CHUNK * chunk
+    per_chunk = _CHUNK // size
+    per_group = -(-tiles // per_chunk)
+    chunk_owner, chunk = _places(per_group)
+    starts = (tiles.cumsum(0) - tiles)[chunk_owner] + per_chunk * chunk
+    begin, end = per_group.cumsum(0) - per_group, per_group.cumsum(0)
+    rank = order.argsort()
+    ranges = torch.stack([beside * begin[rank // beside] + rank % beside, beside * end[rank // beside]], dim=1)
     return SearchTables(
         high=high.contiguous(),
         low=(numbers - high.double()).half().contiguous(),
-        half=torch.where(beyond, torch.inf, half).float(),
+        half=torch.where(beyond.to(points.device), torch.inf, half).float(),
         number=index.int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
-        classes=torch.nn.functional.pad(per_class.cumsum(0), (1, 0)).int().to(points.device),
+        ranges=ranges.int().to(points.device),
         scale=scale.float(),
     )
+
+
+def _places(counts: Int[Tensor, "G"]) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
+    """Owner of every place, and its position among the places of its owner.
+
+    >>> _places(torch.tensor([2, 1]))
+    (tensor([0, 0, 1]), tensor([0, 1, 0]))
+    """
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
 class LinearTables(NamedTuple):
