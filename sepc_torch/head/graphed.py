@@ -40,7 +40,13 @@ class GraphedHead:
                 head(self._z, logits=self._logits)
         torch.cuda.current_stream(device).wait_stream(stream)
         with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._out: HeadPrediction = head(self._z, logits=self._logits)
+            fields: HeadPrediction = head(self._z, logits=self._logits)
+            # One tensor for all fields of a dtype, so that a call copies a few tensors instead of all fields.
+            self._dtypes = [field.dtype for field in fields]
+            self._out = {
+                dtype: torch.stack([field for field in fields if field.dtype == dtype])
+                for dtype in dict.fromkeys(self._dtypes)
+            }
 
     def __call__(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"] | None = None) -> HeadPrediction:
         """Judge at most ``rows`` embeddings. The results are new tensors."""
@@ -60,4 +66,5 @@ class GraphedHead:
         if logits is not None and self._logits is not None:
             self._logits[:number].copy_(logits)
         self._graph.replay()
-        return HeadPrediction(*(field[:number].clone() for field in self._out))
+        fields = {dtype: iter(some[:, :number].clone().unbind()) for dtype, some in self._out.items()}
+        return HeadPrediction(*(next(fields[dtype]) for dtype in self._dtypes))
