@@ -59,6 +59,14 @@ def latency(function: Callable[[], object], seconds: float) -> float:
     return 1e3 * float(np.median(times))
 
 
+def differences(got: HeadPrediction, want: HeadPrediction) -> dict[str, dict[str, float]]:
+    """Rows whose answers differ in each exact field, and the largest difference of each score."""
+    return {
+        "different": {name: int((getattr(got, name) != getattr(want, name)).sum()) for name in EXACT},
+        "apart": {name: float((getattr(got, name) - getattr(want, name)).abs().max()) for name in CLOSE},
+    }
+
+
 def compare(head: TrustHead, path: Path, z: np.ndarray, logits: np.ndarray, seconds: float) -> dict[str, Any]:
     """Write a head as ONNX; return seconds of the export, sizes, differences of the answers and latencies."""
     import onnxruntime
@@ -92,8 +100,7 @@ def compare(head: TrustHead, path: Path, z: np.ndarray, logits: np.ndarray, seco
         "onnx_bytes": path.stat().st_size,
         "safetensors_bytes": path.with_suffix(".safetensors").stat().st_size,
         "rows": len(z),
-        "different": {name: int((getattr(got, name) != getattr(want, name)).sum()) for name in EXACT},
-        "apart": {name: float((getattr(got, name) - getattr(want, name)).abs().max()) for name in CLOSE},
+        **differences(got, want),
         "latency": times,
     }
 

@@ -151,12 +151,17 @@ def by_torch(folder: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
     return head(torch.from_numpy(rows["z"]), logits=torch.from_numpy(rows["logits"]))
 
 
-def by_onnx(path: Path, rows: dict[str, np.ndarray]) -> HeadPrediction:
-    """Answers of ONNX Runtime on the CPU, in batches of 4096 rows."""
+def by_onnx(path: Path, rows: dict[str, np.ndarray], provider: str = "CPUExecutionProvider") -> HeadPrediction:
+    """Answers of ONNX Runtime, in batches of 4096 rows."""
     ort = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    if provider not in ort.get_available_providers():
+        pytest.skip(f"this onnxruntime has no {provider}: pip install onnxruntime-gpu")
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    # TF32, the default on CUDA, would keep 10 bits of a float32 product.
+    settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
+    session = ort.InferenceSession(path, options, providers=[(provider, settings)])
+    assert provider in session.get_providers()
     parts = [
         session.run(None, {name: values[start : start + 4096] for name, values in rows.items()})
         for start in range(0, len(rows["z"]), 4096)
@@ -185,9 +190,12 @@ def test_onnx_runtime_gives_the_answers_of_the_head(
 
 
 @pytest.mark.slow
-def test_onnx_decides_and_ranks_identically(folder: Path, many: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize(
+    "provider", ["CPUExecutionProvider", pytest.param("CUDAExecutionProvider", marks=pytest.mark.gpu)]
+)
+def test_onnx_decides_and_ranks_identically(folder: Path, many: dict[str, np.ndarray], provider: str) -> None:
     """Scores are in float64: their rounding errors are far below the distance of a row to a threshold or a rank."""
-    got, want = by_onnx(folder / "head.onnx", many), by_torch(folder, many)
+    got, want = by_onnx(folder / "head.onnx", many, provider), by_torch(folder, many)
     for name in ("label", "rule", "nearest", "runner_up", "network_label", "accept", "p_value", "class_p_value"):
         a, b = getattr(got, name).numpy(), getattr(want, name).numpy()
         np.testing.assert_array_equal(a, b, err_msg=name)
