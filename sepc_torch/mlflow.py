@@ -1,8 +1,10 @@
 """MLflow flavour of trust heads: ``save_model``, ``log_model`` and ``load_model`` (extra ``mlflow``).
 
 A saved model is a folder with the head as safetensors, a signature and an input example, and no pickle. MLflow loads it
-as a ``pyfunc`` model, for ``mlflow models serve``, ``mlflow.pyfunc.spark_udf`` or ``mlflow.evaluate``. Its ``predict``
-takes a table of embeddings and returns a table of scores; the column ``prediction`` is the label.
+as a ``pyfunc`` model, for ``mlflow models serve``, ``mlflow.pyfunc.spark_udf`` or ``mlflow.models.evaluate``. Its
+``predict`` takes a table of embeddings and returns a table of scores; the column ``prediction`` is the label. Loaded
+with ``model_config={"column": "prediction"}``, it returns this column alone, which MLflow's evaluator of classifiers
+needs.
 """
 
 from __future__ import annotations
@@ -30,24 +32,30 @@ class PyfuncHead:
 
     Args:
         path: File that :meth:`TrustHead.save` wrote.
+        column: Name of the only column to return; by default all of them.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], column: str | None = None) -> None:
         self.scorer = Scorer(path)
+        self.column = column
 
-    def predict(self, data: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
+    def predict(self, data: Any, params: dict[str, Any] | None = None) -> pd.DataFrame | pd.Series:
         """Score a table or an array; ``prediction`` is the network's label, or the head's own without logits."""
         import pandas as pd
 
         columns = self.scorer(data)
         frame = columns if isinstance(columns, pd.DataFrame) else pd.DataFrame(columns)
         frame.insert(0, "prediction", frame["network_label"])
-        return frame
+        if self.column is None:
+            return frame
+        if self.column not in frame:
+            raise ValueError(f"model_config asks for the column {self.column!r}; the scores are {', '.join(frame)}.")
+        return frame[self.column]
 
 
-def _load_pyfunc(path: str) -> PyfuncHead:
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncHead:
     """Load a model; MLflow calls this function by name."""
-    return PyfuncHead(Path(path) / _FILE if Path(path).is_dir() else path)
+    return PyfuncHead(Path(path) / _FILE if Path(path).is_dir() else path, **(model_config or {}))
 
 
 def save_model(head: TrustHead, path: str | os.PathLike[str], mlflow_model: Any = None, **metadata: Any) -> None:
@@ -84,6 +92,7 @@ def save_model(head: TrustHead, path: str | os.PathLike[str], mlflow_model: Any 
             **{
                 "signature": signature,
                 "input_example": example,
+                "model_config": {"column": None},  # the key that a user of the model may set when loading it
                 "pip_requirements": [f"sepc_torch=={_version()}", "pandas"],
                 **metadata,
             },
