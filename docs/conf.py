@@ -68,8 +68,25 @@ def _left_out(app: Sphinx, what: str, name: str, member: object, skip: bool, opt
     return True if field or re.fullmatch(r"set_\w+_request", name) else None
 
 
+# Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines).
+_ONE_LINE, _PROSE = 40, 100
+
+
+def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None:
+    """Keep names of rows, and numbers such as 1 048 576, sizes and dates, on one line, except in tables with prose."""
+    for table in document.findall(nodes.table):
+        cells = list(table.findall(nodes.entry))
+        if max(len(cell.astext()) for cell in cells) > _PROSE:
+            continue  # the width of the page belongs to the prose
+        for cell in cells:
+            text, first = cell.astext(), cell.parent.index(cell) == 0
+            if len(text) <= _ONE_LINE and (first or re.search(r"\d", text)):
+                cell["classes"].append("one-line")
+
+
 def setup(app: Sphinx) -> None:
     """Write formulas as MathML, which browsers show without scripts and without a connection."""
+    app.connect("doctree-resolved", _cells_on_one_line)
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("autodoc-skip-member", _left_out)
 
