@@ -29,7 +29,8 @@ class Novelties(NamedTuple):
         threshold: The largest p-value that is declared novel; 0 if none is.
         least: The least number of novelties in such a batch that the calibration points can show. With fewer, nothing
             is declared novel, because a p-value is at least 1 / (M + 1) for M ranked calibration points.
-        ordinary: Estimated share of ordinary samples in the batch, too large on average; 1 for fewer than 20 samples.
+        ordinary: Estimated share of ordinary samples in the batch, at most 1; 1 for fewer than 20 samples. ``adjusted``
+            and ``least`` use the estimate before it is cut at 1.
     """
 
     novel: Bool[Tensor, "B"]
@@ -85,16 +86,20 @@ def find_novelties(p_value: Float[Tensor, "B"], ranked: int, fdr: float) -> Nove
     exact = (p_value.detach().cpu().double() * (ranked + 1)).round() / (ranked + 1)
     if not len(exact):
         return Novelties(torch.zeros(0, dtype=torch.bool), exact, exact, 0.0, 0, 1.0)
-    ordinary = _ordinary_share(exact, ranked) if len(exact) >= _LEAST_BATCH else 1.0
+    share = ordinary_share(exact, ranked) if len(exact) >= _LEAST_BATCH else 1.0
     # Unlike p-values, the products can exceed one.
-    adjusted = (torch.from_numpy(control(exact.numpy(), method="bh")) * ordinary).clamp_max(1.0)
+    adjusted = (torch.from_numpy(control(exact.numpy(), method="bh")) * share).clamp_max(1.0)
     novel = adjusted <= fdr * (1.0 + _ROUNDING)
     threshold = float(exact[novel].max()) if bool(novel.any()) else 0.0
-    least = math.ceil(len(exact) * ordinary / (fdr * (ranked + 1)) * (1.0 - _ROUNDING))
-    return Novelties(novel, adjusted, exact, threshold, least, ordinary)
+    least = math.ceil(len(exact) * share / (fdr * (ranked + 1)) * (1.0 - _ROUNDING))
+    return Novelties(novel, adjusted, exact, threshold, least, min(share, 1.0))
 
 
-def _ordinary_share(p_value: Float[Tensor, "B"], ranked: int) -> float:
-    """Storey's estimate; it is not cut at one, since the proof counts on batches where it is larger."""
+def ordinary_share(p_value: Float[Tensor, "B"], ranked: int) -> float:
+    r"""Storey's estimate :math:`\hat\pi`; it is not cut at one, since the proof counts on batches where it is larger.
+
+    >>> ordinary_share(torch.tensor([0.25, 0.5, 0.75, 1.0]), ranked=3)
+    2.0
+    """
     half = (ranked + 1) // 2 / (ranked + 1)
     return float(1 + (p_value >= half * (1.0 - _ROUNDING)).sum()) / (len(p_value) * (1.0 - half))
