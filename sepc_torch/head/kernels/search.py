@@ -29,7 +29,7 @@ _MANY = 2**14
 _DISTANCE_ROWS, _CLASSES, _FEATURES = 16, 4, 32
 # Programs that occupy a chip of 132 multiprocessors (H200) about twice.
 _PROGRAMS = 256
-# Bytes of the best values and places of all chunks of a piece.
+# Bytes of the split rows of a piece, and of the best values and places of all its chunks.
 _PIECE_BYTES = 2**27
 
 
@@ -76,7 +76,9 @@ def _closest(
     for q in range(tl.program_id(1) * per, tl.minimum(tl.program_id(1) * per + per, count)):
         most = tl.full([rows, size], float("-inf"), tl.float32)
         where = tl.zeros([rows, size], tl.int32)
-        for t in range(tl.load(chunks + q), tl.load(chunks + q + 1)):
+        first = tl.load(chunks + q)
+        tiles = first.to(tl.int64) * (padded * size)
+        for t in range(tl.load(chunks + q + 1) - first):
             y = tl.zeros([rows, size], tl.float32)
             # A loop, not unrolled: unrolled, rows and tiles of all blocks would need more shared memory than there is.
             for b in range(blocks):
@@ -84,18 +86,18 @@ def _closest(
                     x_high = tl.load(high + start + b * block, mask=live[:, None], other=0.0)
                     x_low = tl.load(low + start + b * block, mask=live[:, None], other=0.0)
                 spot = t * (padded * size) + (b * block + i)[:, None] * size + n[None, :]
-                p_high = tl.load(tile_high + spot)
+                p_high = tl.load(tile_high + tiles + spot)
                 y = tl.dot(x_high, p_high, y)
                 y = tl.dot(x_low, p_high, y)
-                y = tl.dot(x_high, tl.load(tile_low + spot), y)
-            y -= weight * tl.load(half + t * size + n)[None, :]
+                y = tl.dot(x_high, tl.load(tile_low + tiles + spot), y)
+            y -= weight * tl.load(half + (first + t) * size + n)[None, :]
             better = y > most
             most = tl.where(better, y, most)
             where = tl.where(better, t, where)
         # The best of every class of the tiles.
         most = tl.reshape(most, [rows, beside, size // beside])
         found = tl.max(most, axis=2)
-        spots = tl.reshape(where * size + n[None, :], [rows, beside, size // beside])
+        spots = tl.reshape((first + where) * size + n[None, :], [rows, beside, size // beside])
         spots = tl.min(tl.where(most == found[:, :, None], spots, 2147483647), axis=2)
         out = (q * beside + tl.arange(0, beside)).to(tl.int64)[None, :] * points + row[:, None]
         tl.store(best + out, found, mask=live[:, None])
@@ -150,8 +152,8 @@ def nearest_into(
 
     ``z`` and ``offsets`` are contiguous and relative to one origin.
     """
-    columns = (len(tables.chunks) - 1) * tables.beside
-    step = max(_FEW_ROWS, _PIECE_BYTES // (8 * columns))
+    row_bytes = 8 * (len(tables.chunks) - 1) * tables.beside + 4 * tables.high.shape[1]
+    step = max(_FEW_ROWS, _PIECE_BYTES // row_bytes)
     for start in range(0, len(z), step):
         rows = slice(start, start + step)
         _piece_into(z[rows], offsets, tables, distance[rows], index[rows])
