@@ -12,6 +12,7 @@ from ellipsoid_models import model_of
 from sepc_torch import SEPC, Kind, Partition, Rule, partition
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
+from sepc_torch.model.counting import region_counts
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.partitioning.cells import TAIL, Ledger, ledger
 from sepc_torch.partitioning.record import PartitionEllipsoid
@@ -241,7 +242,7 @@ def test_counts_in_regions_are_those_of_the_points(
         entry_classes.astype(np.int32), counts[entry_cells, entry_classes],
     )  # fmt: skip
     inside = np.concatenate([member[:50], rng.random((50, 12)) < 0.2])
-    found = torch_ops.region_counts(torch.from_numpy(inside), *(torch.from_numpy(table) for table in tables), 5)
+    found = region_counts(torch.from_numpy(inside), *(torch.from_numpy(table) for table in tables), 5)
     for row, narrow, wide in zip(inside, *found, strict=True):
         several = row.sum() > 1
         for mine, rows in ((narrow, member[:, row].all(axis=1)), (wide, member[:, row].any(axis=1))):

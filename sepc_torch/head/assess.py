@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.confidence import confidence_from
-from sepc_torch.head.conformal import ClassCalibration, class_p_value, p_value_from_sorted
+from sepc_torch.head.confidence import confidences_from
+from sepc_torch.head.conformal import ClassCalibration, class_share_above, share_above
 from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support, with_energy, with_softmax
 from sepc_torch.head.strangeness import combined_score, log_survival_from
 from sepc_torch.model import torch_ops
+from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels.launch import available
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -96,7 +97,7 @@ def assess_plainly(
     tensors: list[Tensor],
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
     """The operator in plain torch."""
-    tables = CalibrationTables(*tensors)
+    tables = CalibrationTables(*(table if table.dtype == torch.int64 else table.double() for table in tensors))
     parts = (part[0] if part else None for part in (near, white, mahalanobis))
     nonconformity = Measurements(density, *parts).nonconformity
     index = label.clamp_min(0)
@@ -106,7 +107,7 @@ def assess_plainly(
     values = EvidenceValues(support, torch.where(refused[:, None], torch.nan, nonconformity))
     if logits:
         finite = finite_logits(logits[0])
-        values = with_softmax(values, finite / tables.temperature.double(), index)
+        values = with_softmax(values, finite / tables.temperature, index)
         if len(tables.weights) > values.nonconformity.shape[1]:  # file formats 1 to 3 had no energy
             values = with_energy(values, finite)
     kinds = log_survival_from(tables.ordered, values.nonconformity.T, tables.tails[:-1])
@@ -114,16 +115,15 @@ def assess_plainly(
     typicality = log_survival_from(tables.combined, score, tables.tails[-1])
     # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
     lower = score - RESOLUTION * (1.0 + score.abs())
-    by_class = class_p_value(ClassCalibration(tables.by_class.double(), tables.class_counts), lower, index)
-    joint = joint_score(confidence_from(values.support, tables.ranking), typicality, tables.unknown_odds)
-    columns = [
-        torch.where(refused, 0.0, confidence_from(values.support, tables.confidence)),
-        p_value_from_sorted(tables.held.double(), lower),
-        torch.where(refused & ~invalid, torch.nan, by_class),
-        score,
-        torch.where(refused, 0.0, joint),
-    ]
-    return torch.stack(columns), (joint >= least) & ~refused
+    by_class = class_share_above(ClassCalibration(tables.by_class, tables.class_counts), lower, index)
+    confidence, ranking = confidences_from(values.support, torch.stack([tables.confidence, tables.ranking]))
+    joint = joint_score(ranking, typicality, tables.unknown_odds)
+    accept = joint >= least
+    if not readable(refused) or bool(refused.any()):
+        confidence, joint = torch.where(refused, 0.0, confidence), torch.where(refused, 0.0, joint)
+        by_class = torch.where(refused & ~invalid, torch.nan, by_class)
+        accept = accept & ~refused
+    return torch.stack([confidence, share_above(tables.held, lower), by_class, score, joint]), accept
 
 
 def finite_logits(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:

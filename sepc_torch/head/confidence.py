@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from sepc_torch.data.scipy_parts import scipy_part
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Bool, Float
 
 # Weights of the evidence before any calibration. They also are the mean of the Gaussian prior of a fit. With asinh of
@@ -77,9 +78,15 @@ def confidence_from(support: Float[Tensor, "B F"], parameters: Float[Tensor, "f"
     >>> confidence_from(torch.tensor([[0.0], [1.0]]), torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0]))
     tensor([0.5000, 0.8808])
     """
-    parameters = parameters.to(support.dtype)
-    bias, first, second, shift = parameters[-4:].unbind()
-    score = (support * parameters[:-4]).sum(dim=1) + bias
+    return confidences_from(support, parameters.unsqueeze(0))[0]
+
+
+def confidences_from(support: Float[Tensor, "B F"], parameters: Float[Tensor, "n f"]) -> Float[Tensor, "n B"]:
+    """Confidences of every row from n models at once; see :func:`confidence_from`."""
+    parameters = as_dtype(parameters, support.dtype).unsqueeze(2)
+    features = support.shape[1]
+    weights, (bias, first, second, shift) = parameters[:, :features], parameters[:, features:].unbind(dim=1)
+    score = (support.T * weights).sum(dim=1) + bias
     return torch.sigmoid(first * logsigmoid(score) - second * logsigmoid(-score) + shift)
 
 

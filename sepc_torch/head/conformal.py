@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head.binomial_search import binomial_tail, search_level, upper_bound
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 # Largest (B, M) temporary of a class p-value, in numbers: one call then replaces a dozen.
@@ -35,12 +36,14 @@ __all__ = [
     "check_share",
     "class_calibration",
     "class_p_value",
+    "class_share_above",
     "conformal_p_value",
     "counts_above",
     "flag_threshold",
     "p_value_from_sorted",
     "risk_threshold",
     "search_level",
+    "share_above",
     "sorted_calibration",
     "upper_bound",
 ]
@@ -116,10 +119,19 @@ def p_value_from_sorted(ordered: Float[Tensor, "M"], strangeness: Float[Tensor, 
     if not strangeness.is_floating_point():
         strangeness = strangeness.to(ordered.dtype)
     dtype = torch.promote_types(ordered.dtype, strangeness.dtype)
-    below = torch.searchsorted(ordered.to(dtype).contiguous(), _nan_to_inf(strangeness).to(dtype).contiguous())
+    scores = _nan_to_inf(strangeness).to(dtype).contiguous()
+    return share_above(ordered.to(dtype).contiguous(), scores).to(strangeness.dtype)
+
+
+def share_above(ordered: Float[Tensor, "M"], scores: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """The p-value of :func:`p_value_from_sorted` in float64, without checks: tensors of one dtype, and no NaN.
+
+    >>> share_above(torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.2]))
+    tensor([0.7500], dtype=torch.float64)
+    """
     m = ordered.shape[0]
     # float64: float32 counts exactly only up to 2**24, about 17 million points.
-    return ((m + 1 - below).double() / (m + 1)).to(strangeness.dtype)
+    return (m + 1 - torch.searchsorted(ordered, scores)).double() / (m + 1)
 
 
 def class_calibration(calibration: Float[Tensor, "M"], label: Int[Tensor, "M"], classes: int) -> ClassCalibration:
@@ -174,13 +186,20 @@ def class_p_value(
     >>> class_p_value(known, torch.tensor([0.2, 0.2, 0.9]), torch.tensor([0, 1, 2]))
     tensor([0.6667, 1.0000, 0.5000])
     """
-    classes, most = calibration.ordered.shape
-    known = (label >= 0) & (label < classes)
-    row = torch.where(known, label, 0)
-    count = torch.where(known, calibration.counts[row], 0)
-    scores = _nan_to_inf(strangeness)
+    known = (label >= 0) & (label < calibration.ordered.shape[0])
+    found = class_share_above(calibration, _nan_to_inf(strangeness), torch.where(known, label, 0))
+    return torch.where(known, found, 1.0).to(strangeness.dtype)
+
+
+def class_share_above(
+    calibration: ClassCalibration, scores: Float[Tensor, "B"], row: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
+    """The p-value of :func:`class_p_value` in float64, without checks: classes from 0 on, and no NaN."""
+    most = calibration.ordered.shape[1]
+    count = calibration.counts.index_select(0, row)
     if not torch.compiler.is_compiling() and len(row) * most <= _FEW_VALUES:
-        below = torch.searchsorted(calibration.ordered[row], scores.unsqueeze(1).to(calibration.ordered)).squeeze(1)
+        ordered = calibration.ordered.index_select(0, row)
+        below = torch.searchsorted(ordered, as_dtype(scores, ordered.dtype).unsqueeze(1)).squeeze(1)
     else:
         # Binary search in the row of each point's class. torch.searchsorted needs a row per point, a (B, M) temporary.
         flat = calibration.ordered.reshape(-1)
@@ -189,8 +208,8 @@ def class_p_value(
             further = below + 2**power
             value = flat[row * most + further.clamp(max=most) - 1]
             below = torch.where((further <= most) & (value < scores), further, below)
-    # The padding (inf) is never below a score, so below <= count, except for labels outside the classes.
-    return ((1 + (count - below).clamp(min=0)).double() / (count + 1)).to(strangeness.dtype)
+    # The padding (inf) is never below a score, so below <= count.
+    return (count - below + 1).double() / (count + 1)
 
 
 def flag_threshold(score: Float[Tensor, "M"], flag_rate: float) -> float:

@@ -81,7 +81,7 @@ class RegionDensities(nn.Module):
         self.by_class = RegionTables(
             self.codes.argsort(stable=True).int(), starts.int(), self.log_weight.double(), self.freedom.double()
         )
-        self.wide = self.bank.offsets.double(), self.bank.whiteners.double()
+        self.wide = self.bank.origin.double(), self.bank.offsets.double(), self.bank.whiteners.double()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -97,9 +97,10 @@ class RegionDensities(nn.Module):
         if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
             regions = list(self.by_class)
             return _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
-        offsets, whiteners = self.wide
-        distance = torch_ops.distances(self.bank.relative(points.double()), offsets, whiteners)
-        return _log_densities(distance, self.log_weight, self.freedom, self.codes, self.bank.dim, self.classes)
+        origin, offsets, whiteners = self.wide
+        distance = torch_ops.distances(points.double() - origin, offsets, whiteners)
+        tables = self.by_class.log_weight, self.by_class.freedom, self.codes
+        return _log_densities(distance, *tables, self.bank.dim, self.classes)
 
 
 def _class_log_densities(
@@ -112,11 +113,12 @@ def _class_log_densities(
 ) -> Float[Tensor, "B C"]:
     """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
     log_weight, freedom = log_weight.double(), freedom.double()
-    pieces = [
-        mixtures(piece.double(), log_weight, freedom, codes, dim, classes)
-        for piece in distance.split(torch_ops.rows_per_piece(log_weight, 4 * len(codes)))
-    ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    rows = torch_ops.rows_per_piece(log_weight, 4 * len(codes))
+    if len(distance) <= rows:
+        return mixtures(distance.double(), log_weight, freedom, codes, dim, classes)
+    return torch.cat(
+        [mixtures(piece.double(), log_weight, freedom, codes, dim, classes) for piece in distance.split(rows)]
+    )
 
 
 def mixtures(

@@ -266,8 +266,9 @@ def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Ten
     r"""Log ratio :math:`\log \frac{d_{\ne c}}{d_c}` of the distances to the nearest other class and to the label's."""
     index = label.unsqueeze(1)
     near, tiny = near.double(), torch.finfo(near.dtype).tiny
-    own = near.gather(1, index).squeeze(1).clamp_min(tiny)
-    return near.scatter(1, index, torch.inf).amin(dim=1).clamp_min(tiny).log() - own.log()
+    other = near.scatter(1, index, torch.inf).amin(dim=1, keepdim=True)
+    own, other = torch.cat([near.gather(1, index), other], dim=1).clamp_min(tiny).log().unbind(dim=1)
+    return other - own
 
 
 def pieces_of(

@@ -12,6 +12,7 @@ from sepc_torch.head.kernels.tables import SearchTables, search_tables
 from sepc_torch.model import torch_ops
 from sepc_torch.model.kernels import possible
 from sepc_torch.model.kernels.launch import on_device
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Float, Int
 
 # Largest relative error of a squared distance that products in single precision may cause. With more, for reference
@@ -19,9 +20,10 @@ from sepc_torch.shapes import Float, Int
 _MAX_ERROR = 1e-3
 # Reference points whose nearest other point is found to estimate that error.
 _SAMPLE = 64
-# Above this number of classes, classes of similar size are searched together: copying the products into groups then
-# takes less time than one argmax call for each class.
+# Above this number of classes, or up to this number of products, classes of similar size are searched together: copying
+# the products into groups then takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
+_FEW_PRODUCTS = 2**16
 # Values of a block of the search for the largest one; least numbers of values and rows for which blocks save time.
 _BLOCK, _MANY_VALUES, _MANY_ROWS = 64, 1536, 16
 # Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
@@ -84,7 +86,7 @@ class Neighbours(nn.Module):
         self.far_apart = _far_apart(self.offsets)
         squares = self.offsets.double().square().sum(dim=1) / 2
         self.register_buffer("half_squares", squares if self.far_apart else squares.to(self.offsets), persistent=False)
-        groups = _group(self.ends if len(self.ends) > _MANY_CLASSES else [])
+        groups = _group(self.ends)
         self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
         self.shapes = groups.shapes
@@ -105,14 +107,14 @@ class Neighbours(nn.Module):
 
     def nearest(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
         """Return the distance to the nearest reference point of each class, and the index of that point."""
-        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
+        dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
         within = torch.float64 if self.far_apart else dtype
-        offset = z.detach().to(within) - self.origin.to(within)
-        points, half_squares = self.offsets.to(within), self.half_squares.to(within)
+        offset = as_dtype(z.detach(), within) - as_dtype(self.origin, within)
+        points, half_squares = as_dtype(self.offsets, within), as_dtype(self.half_squares, within)
         tables = self.tables if within == torch.float32 else []
         layout = self.ends, self.slots, self.columns, self.shapes, tables
         distance, index = _nearest(offset, points, half_squares, *layout)
-        return distance.to(dtype), index
+        return as_dtype(distance, dtype), index
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
         before = self.offsets.dtype, self.half_squares.dtype, self.offsets.device
@@ -194,30 +196,36 @@ def _class_nearest(
     many classes, only those of the nearest classes. With ``tables`` one CUDA kernel searches without the matrix of
     products, and computes all distances from differences.
     """
-    out = z.new_empty(len(z), len(ends))
-    index = z.new_empty(len(z), len(ends), dtype=torch.int64)
     if tables:
         from sepc_torch.head.kernels.search import nearest_into
 
+        out = z.new_empty(len(z), len(ends))
+        index = z.new_empty(len(z), len(ends), dtype=torch.int64)
         with on_device(z):
             nearest_into(z.contiguous(), points, SearchTables(*tables), out, index)
         return out, index
-    exact = min(len(ends), _RECOMPUTED) if shapes else len(ends)
-    rows = torch_ops.rows_per_piece(z, max(len(points) + len(slots), exact * z.shape[1]))
+    many = len(ends) > _MANY_CLASSES
+    exact = min(len(ends), _RECOMPUTED) if many else len(ends)
+    rows = torch_ops.rows_per_piece(z, max(len(points) + (len(slots) if many else 0), exact * z.shape[1]))
+
+    def search(piece: Float[Tensor, "b D"]) -> tuple[Float[Tensor, "b C"], Int[Tensor, "b C"]]:
+        closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
+        if not many and (len(ends) == 1 or closeness.numel() > _FEW_PRODUCTS):
+            best = _best_of_each(closeness, ends)
+        else:
+            best = _best_together(closeness, slots, columns, shapes)
+        if not many:
+            return _apart(piece, points, best), best
+        squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
+        near = squares.topk(exact, dim=1, largest=False).indices
+        distance = squares.clamp_min_(0).sqrt_()
+        return distance.scatter_(1, near, _apart(piece, points, best.gather(1, near))), best
+
     with torch_ops.full_precision(z):
-        for start in range(0, len(z), rows):
-            piece = z[start : start + rows]
-            closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
-            if not shapes:
-                index[start : start + rows] = best = _best_of_each(closeness, ends)
-                out[start : start + rows] = _apart(piece, points, best)
-                continue
-            index[start : start + rows] = best = _best_together(closeness, slots, columns, shapes)
-            squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
-            near = squares.topk(exact, dim=1, largest=False).indices
-            distance = squares.clamp_min_(0).sqrt_()
-            out[start : start + rows] = distance.scatter_(1, near, _apart(piece, points, best.gather(1, near)))
-    return out, index
+        if len(z) <= rows:
+            return search(z)
+        distances, places = zip(*map(search, z.split(rows)), strict=True)
+    return torch.cat(distances), torch.cat(places)
 
 
 def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Tensor, "b n"]) -> Float[Tensor, "b n"]:
@@ -225,13 +233,15 @@ def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Ten
 
     The sums are in float64: in float32 they would depend on the batch size.
     """
-    apart = points[index]
+    apart = torch.embedding(points, index)
     apart -= z.unsqueeze(1)
-    return apart.double().square_().sum(dim=2).sqrt_().to(z.dtype)
+    return as_dtype(torch.linalg.vector_norm(apart, dim=2, dtype=torch.float64), z.dtype)
 
 
 def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
     """Index of the closest point of every class, with one argmax for each class."""
+    if len(ends) == 1:
+        return first_largest(closeness).unsqueeze(1)
     found = closeness.new_empty(len(closeness), len(ends), dtype=torch.int64)
     first = 0
     for c, end in enumerate(ends):
@@ -270,9 +280,9 @@ def _best_together(
     for count, width in zip(shapes[::2], shapes[1::2], strict=True):
         places = slots[first : first + count * width]
         first += count * width
-        best = closeness.index_select(1, places).view(-1, count, width).argmax(dim=2)
-        found.append(places[best + width * torch.arange(count, device=best.device)])
-    return torch.cat(found, dim=1).index_select(1, columns)
+        # A class is a run of points, and repeats its last point behind them, where argmax does not look.
+        found.append(closeness.index_select(1, places).view(-1, count, width).argmax(dim=2) + places[::width])
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).index_select(1, columns)
 
 
 def _class_nearest_shape(

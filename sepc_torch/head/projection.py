@@ -69,7 +69,8 @@ class Projection(nn.Module):
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def _derive(self) -> None:
-        """Lay out the tables of the CUDA kernel; none where it cannot run."""
+        """Convert the map to float64, and lay out the tables of the CUDA kernel; none where it cannot run."""
+        self.wide = self.shift.double(), self.matrix.double().T
         self.tables: list[Tensor] = []
         if supported(self.shift):
             self.tables = list(linear_tables([(0, self.affine())], self.in_features, self.least()))
@@ -101,33 +102,37 @@ class Projection(nn.Module):
         if self.tables and isinstance(x, Tensor) and fits(x, self.tables):
             self._check(x)
             return coordinates(x, self.tables, [len(self.matrix)], [])[0]
-        return (self._centred(x) @ self.matrix.double().T).to(torch.promote_types(x.dtype, self.shift.dtype))
+        return (self._centred(x) @ self.wide[1]).to(self._dtype(x))
 
     def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
         r"""Project a batch of embeddings (B, D), and return also :math:`\|\bar x - m\|^2`; both in float64."""
         centred = self._centred(x)
-        return centred @ self.matrix.double().T, centred.square().sum(dim=1)
+        return centred @ self.wide[1], centred.square().sum(dim=1)
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        """The wider of the dtypes of the embeddings and of the module."""
+        return x.dtype if x.dtype == self.shift.dtype else torch.promote_types(x.dtype, self.shift.dtype)
 
     def _centred(self, x: Tensor) -> Float[Tensor, "B E"]:
         """Check the embeddings, normalise and centre them, in float64."""
         self._check(x)
         # Beyond this length the squares of other computations overflow in the dtype of the embeddings.
-        longest = torch.finfo(torch.promote_types(x.dtype, self.shift.dtype)).max ** 0.5
+        longest = torch.finfo(self._dtype(x)).max ** 0.5
         x = x.double()
         if self.unit_length:
-            # A zero embedding has no direction. NaN marks the row; zeros would be taken for the mean. A row whose
-            # length overflows would become zeros and is marked too. No gradient reaches a marked row.
-            if self.least_length is None:
-                length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
-                invalid = (length == 0) | ~(length <= longest)
-                x = torch.where(invalid, 1.0, x)
-                x = torch.where(invalid, torch.nan, x / torch.linalg.vector_norm(x, dim=1, keepdim=True))
-            else:
+            # A zero embedding has no direction. NaN marks the row (zero divided by zero); zeros would be taken for the
+            # mean. A row whose length overflows would become zeros and is marked too.
+            length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
+            if x.requires_grad and torch.is_grad_enabled():  # no gradient reaches a marked row
+                x = torch.where((length > 0) & (length <= longest), x, torch.nan)
                 length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-                length = torch.where(length <= longest, length, torch.nan)
+            length = torch.where(length <= longest, length, torch.nan)
+            if self.least_length is None:
+                x = x / length
+            else:
                 length = length.clamp_min(self.least_length.double())
                 x = torch.cat([x / length, length.log()], dim=1)
-        return x - self.shift.double()
+        return x - self.wide[0]
 
     def _check(self, x: Tensor) -> None:
         """Refuse anything but a tensor (B, D)."""

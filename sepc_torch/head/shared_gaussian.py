@@ -12,6 +12,9 @@ probabilistic principal components, which takes R x R instead of D x D numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -55,6 +58,20 @@ class SharedGaussian(nn.Module):
         self.register_buffer("means", means)
         self.register_buffer("deviations", deviations)
         self.register_buffer("outside", outside)
+        self._derive()
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+
+    def _derive(self) -> None:
+        """Convert the buffers to float64, and compute minus half of the squared lengths of the means."""
+        means = self.means.double()
+        self.wide = self.whitener.double().T, means, -means.square().sum(dim=1) / 2
+        self.scales = self.deviations.double(), self.outside.double()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SharedGaussian:
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self.means.is_meta:
+            self._derive()
+        return moved
 
     def forward(self, coordinates: Float[Tensor, "B R"], square: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Return the squared distance of points in float64.
@@ -63,13 +80,18 @@ class SharedGaussian(nn.Module):
             coordinates: The coordinates, scaled to unit variance.
             square: Squared length of all features relative to their mean, of which the coordinates cover a part.
         """
-        coordinates, means = coordinates.double(), self.means.double()
-        white = coordinates @ self.whitener.double().T
+        (whitener, means, half_squares), (deviations, outside) = self.wide, self.scales
+        coordinates = coordinates.double()
+        white = coordinates @ whitener
         # The nearest mean by a product, then its distance from differences, which keeps the digits of short ones.
-        near = (white @ means.T - means.square().sum(dim=1) / 2).argmax(dim=1)
-        inside = (white - means[near]).square().sum(dim=1)
-        rest = square.double() - (coordinates * self.deviations.double()).square().sum(dim=1)
-        return inside + rest.clamp_min(0.0) / self.outside.double()
+        near = torch.addmm(half_squares, white, means.T).argmax(dim=1)
+        inside = (white - means.index_select(0, near)).square().sum(dim=1)
+        rest = square.double() - (coordinates * deviations).square().sum(dim=1)
+        return inside + rest.clamp_min(0.0) / outside
+
+
+def _after_loading(module: SharedGaussian, _keys: Any) -> None:
+    module._derive()
 
 
 def shared_gaussian(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.head.confidence import fit_logistic
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Bool, Float
 
 # Fraction of calibration points that form the tail (their mean excess sets its slope), and their least number.
@@ -31,6 +32,8 @@ MIN_TAIL_POINTS = 5
 # Scores closer than this, relative to their size, count as equal. Rounding errors, which depend on the batch size, are
 # far below.
 SCORE_RESOLUTION = 5e-6
+# Least log share: finite in float32.
+_DEEPEST = -torch.finfo(torch.float32).max
 
 
 class Strangeness(nn.Module):
@@ -133,15 +136,15 @@ def log_survival_from(
 ) -> Float[Tensor, "*K B"]:
     """:func:`log_survival` with the constants of the tail at hand."""
     count = ordered.shape[-1]
-    ordered, constants = ordered.to(values.dtype), constants.to(values.dtype)
+    ordered, constants = as_dtype(ordered, values.dtype), as_dtype(constants, values.dtype)
     start, excess, scale, share = constants.unsqueeze(-1).unbind(dim=-2)
-    values = torch.where(values.isfinite(), values - SCORE_RESOLUTION * (scale + values.abs()), values)
-    values = torch.where(values.isnan(), torch.inf, values)
+    values = values - SCORE_RESOLUTION * (scale + values.abs())
+    values = torch.where(values.isnan(), torch.inf, values)  # NaN, or infinity minus infinity
     above = torch.searchsorted(ordered, values.contiguous())
-    upper = ordered.gather(-1, above.clamp_max(count - 1))
-    lower = ordered.gather(-1, (above - 1).clamp_min(0))
-    fraction = torch.where(upper > lower, (values - lower) / (upper - lower), torch.ones_like(values)).clamp(0.0, 1.0)
-    rank = torch.where(above > 0, above - 1 + fraction, torch.zeros_like(values))
+    before = above - 1
+    # Both ends are equal only below the first score, where the rank is zero, and beyond the last, which is in the tail.
+    upper, lower = ordered.gather(-1, above.clamp_max(count - 1)), ordered.gather(-1, before.clamp_min(0))
+    rank = torch.where(above > 0, before + (values - lower) / (upper - lower), 0.0)
     inside = torch.log((count + 1 - rank) / (count + 1))
     outside = share - (values - start) / excess
-    return torch.where(values > start, outside, inside).clamp_min(-torch.finfo(torch.float32).max)
+    return torch.where(values > start, outside, inside).clamp_min(_DEEPEST)

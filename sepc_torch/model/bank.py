@@ -15,6 +15,7 @@ from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.model.device_sync import warm_up
 from sepc_torch.model.kernels import Kernel, Split, fused_distances, possible, split
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Float
 
 
@@ -107,7 +108,7 @@ class EllipsoidBank(nn.Module):
                 f"{self.offsets.dtype} on {self.offsets.device}, z is in {z.dtype}. Move both to CUDA in float32, or "
                 "choose kernel='auto'."
             )
-        return torch_ops.distances(z, self.offsets.to(z.dtype), self.whiteners.to(z.dtype))
+        return torch_ops.distances(z, as_dtype(self.offsets, z.dtype), as_dtype(self.whiteners, z.dtype))
 
     def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
         """Centres relative to the origin and principal axes, after dividing each feature by its scale."""
@@ -125,8 +126,8 @@ class EllipsoidBank(nn.Module):
     def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
         """Points minus the origin, in the wider of their own and the module's dtype; validates ``z``."""
         self._check(z)
-        dtype = torch.promote_types(z.dtype, self.offsets.dtype)
-        return z.to(dtype) - self.origin.to(dtype)
+        dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
+        return as_dtype(z, dtype) - as_dtype(self.origin, dtype)
 
     def _check(self, z: Any) -> None:
         if not isinstance(z, Tensor):

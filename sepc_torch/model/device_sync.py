@@ -6,6 +6,7 @@ captures cannot synchronise. Warm-up moves compilation and memory allocation bef
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -29,6 +30,24 @@ def can_synchronize(values: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def readable(values: Tensor) -> bool:
+    """Whether the host can read the values without waiting for a device, to skip work that no row needs.
+
+    >>> readable(torch.zeros(1))
+    True
+    """
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether it is known, at little cost, that all values are finite; their sum may overflow.
+
+    >>> all_finite(torch.ones(2)), all_finite(torch.tensor([1.0, torch.nan]))
+    (True, False)
+    """
+    return readable(values) and math.isfinite(float(values.sum()))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,8 +43,24 @@ def _full_float32() -> Iterator[None]:
 _FULL_FLOAT32 = SharedSetting(_full_float32)
 
 
-@contextmanager
-def full_precision(z: Tensor) -> Iterator[None]:
+def full_precision(z: Tensor) -> AbstractContextManager[Any]:
     """Context in which matrix products use the tensor's own dtype, regardless of autocast and TF32 settings."""
-    with torch.autocast(z.device.type, enabled=False), _FULL_FLOAT32:
+    if z.dtype == torch.float64:  # no setting narrows float64
+        return nullcontext()
+    return _without_autocast(z.device.type) if torch.is_autocast_enabled(z.device.type) else _FULL_FLOAT32
+
+
+@contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), _FULL_FLOAT32:
         yield
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype: ``tensor.to(dtype)`` without its cost if there is nothing to convert.
+
+    >>> x = torch.zeros(1)
+    >>> as_dtype(x, torch.float32) is x
+    True
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

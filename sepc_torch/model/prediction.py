@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.model.rules import Resolution, Rule, TrainingCounts, class_distance
-from sepc_torch.model.trust import bayes_trust
+from sepc_torch.model.trust import label_trusts
 from sepc_torch.shapes import Bool, Float, Int
 
 
@@ -76,18 +76,29 @@ def predict_for_label(
 
     Rows without a finite distance are flagged: label -1, trust 0, margin NaN.
     """
-    bad = bad_rows(distance)
-    margin, runner_up = _margin_and_runner_up(distance, training, label)
-    trust = bayes_trust(found.counts, totals, label, distance.dtype)
-    return Prediction(
-        label=torch.where(bad, -1, label),
-        trust=torch.where(bad, 0.0, trust),
-        rule=found.rule,
-        distance=distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1),
-        margin=margin,
-        nearest=found.nearest,
-        runner_up=runner_up,
-    )
+    return predict_for_labels(distance, found, training, totals, label.unsqueeze(0))[0]
+
+
+def predict_for_labels(
+    distance: Float[Tensor, "B K"],
+    found: Resolution,
+    training: TrainingCounts,
+    totals: Int[Tensor, "C"],
+    labels: Int[Tensor, "n B"],
+) -> list[Prediction]:
+    """Build the predictions for n labels of each point; the arguments are those of :func:`predict_for_label`."""
+    bad = None if found.finite else bad_rows(distance)
+    margins, runners_up = _margins_and_runners_up(distance, training, labels, bad)
+    trusts = label_trusts(found.counts, totals, labels).to(distance.dtype)
+    if bad is not None:
+        labels, trusts = torch.where(bad, -1, labels), torch.where(bad, 0.0, trusts)
+    nearest = distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1)
+    return [
+        Prediction(label, trust, found.rule, nearest, margin, found.nearest, runner_up)
+        for label, trust, margin, runner_up in zip(
+            *(part.unbind() for part in (labels, trusts, margins, runners_up)), strict=True
+        )
+    ]
 
 
 def predictions_from_kernel(
@@ -109,19 +120,24 @@ def predictions_from_kernel(
 
 def with_gradient(prediction: Prediction, distance: Float[Tensor, "B K"], training: TrainingCounts) -> Prediction:
     """Replace distance and margin by values computed from differentiable distances."""
-    margin, _ = _margin_and_runner_up(distance, training, prediction.label.clamp_min(0))
+    labels = prediction.label.clamp_min(0).unsqueeze(0)
+    margin = _margins_and_runners_up(distance, training, labels, bad_rows(distance))[0][0]
     return prediction._replace(distance=distance.gather(1, prediction.nearest.unsqueeze(1)).squeeze(1), margin=margin)
 
 
-def _margin_and_runner_up(
-    distance: Float[Tensor, "B K"], training: TrainingCounts, label: Int[Tensor, "B"]
-) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+def _margins_and_runners_up(
+    distance: Float[Tensor, "B K"],
+    training: TrainingCounts,
+    labels: Int[Tensor, "n B"],
+    bad: Bool[Tensor, "B"] | None,
+) -> tuple[Float[Tensor, "n B"], Int[Tensor, "n B"]]:
     """Ratio of the distance to the nearest other class to the distance to the label's class, and that other class.
 
-    The margin of rows without a finite distance is NaN, and no gradient flows through it.
+    The margin of ``bad`` rows, without a finite distance, is NaN, and no gradient flows through it.
     """
-    bad = bad_rows(distance)
-    near = class_distance(torch.where(bad[:, None], 1.0, distance), training)
-    own = near.gather(1, label.unsqueeze(1)).squeeze(1)
-    other, runner_up = near.scatter(1, label.unsqueeze(1), torch.inf).min(dim=1)
-    return torch.where(bad, torch.nan, other / own.clamp_min(torch.finfo(own.dtype).tiny)), runner_up
+    near = class_distance(distance if bad is None else torch.where(bad[:, None], 1.0, distance), training)
+    near, index = near.expand(labels.shape[0], -1, -1), labels.unsqueeze(2)
+    own = near.gather(2, index).squeeze(2)
+    other, runner_up = near.scatter(2, index, torch.inf).min(dim=2)
+    margin = other / own.clamp_min(torch.finfo(own.dtype).tiny)
+    return margin if bad is None else torch.where(bad, torch.nan, margin), runner_up

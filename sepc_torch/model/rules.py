@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model import torch_ops
+from sepc_torch.model.counting import expanded_counts, region_counts
+from sepc_torch.model.device_sync import all_finite, readable
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -86,51 +87,72 @@ class TrainingCounts(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """Label (B,), rule (B,) and nearest ellipsoid (B,) of every point, and the class counts (B, C) of its region."""
+    """Label (B,), rule (B,) and nearest ellipsoid (B,) of every point, and the class counts (B, C) of its region.
+
+    ``finite`` is True if all distances are known to be finite.
+    """
 
     label: Int[Tensor, "B"]
     rule: Int[Tensor, "B"]
     nearest: Int[Tensor, "B"]
     counts: Int[Tensor, "B C"]
+    finite: bool
 
 
 def resolve(
     distance: Float[Tensor, "B K"], training: TrainingCounts, nearness: Float[Tensor, "B K"] | None = None
 ) -> Resolution:
-    """Apply the rules to a batch of points.
+    """Apply the rules to a batch of points. Rules that no point needs are skipped where values can be read.
 
     Args:
         distance: Mahalanobis distance of every point to every ellipsoid.
         training: Class counts of the training set.
         nearness: Distances that define the nearest ellipsoid of a point outside; by default ``distance``.
     """
-    nearness = distance if nearness is None else nearness
+    finite = all_finite(distance)
     inside = distance <= 1.0 + SURFACE_TOLERANCE
     held_by = inside.sum(dim=1)
+    fewest, most = _range(held_by)
     outside, single = held_by == 0, held_by == 1
-    own = inside.to(torch.uint8).argmax(dim=1)
-    nearest = torch.where(outside, nearness.argmin(dim=1), distance.argmin(dim=1))
-    tied = nearness <= nearness.amin(dim=1, keepdim=True) * (1.0 + NEAREST_TIE)
-    alone = single | (outside & (tied.sum(dim=1) == 1))
-
-    classes = training.held.shape[1]
-    regions = torch_ops.region_counts(inside, *training[1:6], classes)
-    expanded = torch_ops.expanded_counts(
-        distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, NEAREST_TIE
-    )
-    several = torch.where(outside[:, None], expanded, regions)
-    narrow, wide = torch.where(single[:, None], training.held[own], several)
+    least, nearest = (distance if nearness is None else nearness).min(dim=1)
+    if nearness is not None:
+        nearest = torch.where(outside, nearest, distance.argmin(dim=1))
+    # The ellipsoid that holds a point alone is the nearest one, but for distances that are NaN.
+    place = nearest if finite else torch.where(single, inside.to(torch.uint8).argmax(dim=1), nearest)
+    label, rule = training.codes.index_select(0, place), outside * int(Rule.OUTSIDE)
+    narrow = wide = training.held.index_select(0, place)
+    classes, alone = training.held.shape[1], single
+    if fewest == 0:
+        nearness = distance if nearness is None else nearness
+        tied = (nearness <= (least * (1.0 + NEAREST_TIE)).unsqueeze(1)).sum(dim=1)
+        alone = single | (outside & (tied == 1))
+        expanded = expanded_counts(
+            distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, NEAREST_TIE
+        )
+        narrow, wide = torch.where(outside.unsqueeze(1), expanded, narrow)
+    if most > 1:
+        regions = region_counts(inside, *training[1:6], classes)
+        several = (held_by > 1).unsqueeze(1)
+        narrow, wide = torch.where(several, regions[0], narrow), torch.where(several, regions[1], wide)
+    if most <= 1 and bool(alone.all()):
+        return Resolution(label, rule, nearest, narrow, finite)
     by_narrow, by_wide = decided(narrow), decided(wide)
     majority = torch.where(
         by_narrow,
         narrow.argmax(dim=1),
         torch.where(by_wide, wide.argmax(dim=1), _nearest_of_tied(wide, class_distance(distance, training))),
     )
-    label = torch.where(alone, training.codes[torch.where(single, own, nearest)], majority)
-    in_several = torch.where(by_narrow, int(Rule.OVERLAP), int(Rule.UNION))
-    rule = torch.where(outside, int(Rule.OUTSIDE), torch.where(single, int(Rule.SINGLE), in_several))
-    counts = torch.where((alone | by_narrow)[:, None], narrow, wide)
-    return Resolution(label, rule, nearest, counts)
+    label = torch.where(alone, label, majority)
+    rule = torch.where(held_by > 1, torch.where(by_narrow, int(Rule.OVERLAP), int(Rule.UNION)), rule)
+    return Resolution(label, rule, nearest, torch.where((alone | by_narrow)[:, None], narrow, wide), finite)
+
+
+def _range(held_by: Int[Tensor, "B"]) -> tuple[int, int]:
+    """Least and largest number of ellipsoids that hold a point; all numbers are possible where none can be read."""
+    if not readable(held_by) or held_by.shape[0] == 0:
+        return 0, 2
+    fewest, most = torch.aminmax(held_by)
+    return int(fewest), int(most)
 
 
 def class_distance(distance: Float[Tensor, "B K"], training: TrainingCounts) -> Float[Tensor, "B C"]:

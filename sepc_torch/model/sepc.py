@@ -27,7 +27,14 @@ from sepc_torch.model.kernels import (
     decide_points,
     kernels_for,
 )
-from sepc_torch.model.prediction import Prediction, bad_rows, predict_for_label, predictions_from_kernel, with_gradient
+from sepc_torch.model.prediction import (
+    Prediction,
+    bad_rows,
+    predict_for_label,
+    predict_for_labels,
+    predictions_from_kernel,
+    with_gradient,
+)
 from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows, select_row
 from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.model.trust import posterior
@@ -217,8 +224,9 @@ class SEPC(nn.Module):
     def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
         distance, found = self._resolve(z)
         training, totals = self.training_counts, self.totals
-        own = predict_for_label(distance, found, training, totals, found.label)
-        return own, own if label is None else predict_for_label(distance, found, training, totals, label)
+        labels = found.label.unsqueeze(0) if label is None else torch.stack([found.label, label])
+        own, *given = predict_for_labels(distance, found, training, totals, labels)
+        return own, given[0] if given else own
 
     def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
         differentiates = torch.is_grad_enabled() and z.requires_grad

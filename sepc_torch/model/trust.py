@@ -68,9 +68,21 @@ def bayes_trust(
     >>> bayes_trust(torch.tensor([[1, 5]]), torch.tensor([547, 256]), torch.tensor([1])).item()
     0.738...
     """
-    count = counts.gather(1, label.unsqueeze(1)).squeeze(1)
+    return label_trusts(counts, totals, label.unsqueeze(0))[0].to(dtype)
+
+
+def label_trusts(
+    counts: Int[Tensor, "B C"], totals: Int[Tensor, "C"], labels: Int[Tensor, "n B"]
+) -> Float[Tensor, "n B"]:
+    """The trust of :func:`bayes_trust` in n labels of each point, in float64.
+
+    >>> label_trusts(torch.tensor([[1, 5]]), torch.tensor([547, 256]), torch.tensor([[0], [1]])).round(decimals=3)
+    tensor([[0.4610],
+            [0.7380]], dtype=torch.float64)
+    """
+    count = counts.gather(1, labels.T).T
     weighted_sum = (counts.long() * totals).sum(dim=1)
-    return trust_from_sums(count, totals[label], weighted_sum).to(dtype)
+    return trust_from_sums(count, totals.take(labels), weighted_sum)
 
 
 def posterior(

@@ -1,6 +1,6 @@
 """This package's torch operators in terms of standard ones, for exported graphs.
 
-The operators of :mod:`sepc_torch.model.torch_ops` process a batch in pieces and skip rows that need nothing. A graph
+The operators of this package process a batch in pieces and skip rows that need nothing. A graph
 for any batch size can do neither. The functions here compute the same values for the whole batch, in standard
 operators; each has the name and the arguments of its operator.
 """
@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
 from sepc_torch.head.assess import assess_plainly
 from sepc_torch.head.densities import mixtures
-from sepc_torch.model.torch_ops import SECULAR_STEPS, counts_within, secular_step
+from sepc_torch.model.counting import counts_within
+from sepc_torch.model.torch_ops import SECULAR_STEPS, secular_step
 from sepc_torch.shapes import Bool, Float, Int
 
 # Number of equally near ellipsoids that a graph expands for a point outside; further ones are left out. Four is a

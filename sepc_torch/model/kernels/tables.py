@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.model import torch_ops
+from sepc_torch.model.counting import region_counts
 from sepc_torch.model.rules import TrainingCounts, decided
 from sepc_torch.partitioning.cells import ellipsoid_hashes, entry_members, set_keys
 from sepc_torch.shapes import Array, Bool, Float, Int
@@ -334,7 +335,7 @@ def _lines(training: TrainingCounts, order: Int[Tensor, "K"], totals: Int[Tensor
         inside = torch.zeros(len(piece), count, dtype=torch.bool, device=order.device)
         row = torch.arange(len(piece), device=order.device).repeat_interleave(sizes)
         inside[row, training.cell_members[starts[piece[0]] : starts[piece[-1] + 1]].long()] = True
-        in_all, in_any = torch_ops.region_counts(inside, *training[1:6], classes)
+        in_all, in_any = region_counts(inside, *training[1:6], classes)
         by_all = decided(in_all)
         counts = torch.where(by_all[:, None], in_all, in_any)
         label = counts.argmax(dim=1)
