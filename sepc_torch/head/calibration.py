@@ -25,6 +25,7 @@ from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support
 from sepc_torch.head.label_calibration import LabelCalibration
 from sepc_torch.head.strangeness import MIN_TAIL_POINTS
 from sepc_torch.head.temperature import fit_temperature
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Bool, Float, Int
 
 # Bound of the temperature and of its inverse: labels without a mistake would drive the temperature to zero.
@@ -40,11 +41,6 @@ class Calibrated(NamedTuple):
     nonconformity: Float[Tensor, "B"]
     joint: Float[Tensor, "B"]
     accept: Bool[Tensor, "B"]
-
-    def to(self, dtype: torch.dtype) -> Calibrated:
-        """The numbers in another dtype."""
-        confidence, p_value, class_p_value, nonconformity, joint = (column.to(dtype) for column in self[:-1])
-        return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, self.accept)
 
 
 class Calibration(nn.Module):
@@ -130,8 +126,9 @@ class Calibration(nn.Module):
         own: bool = True,
         region: Int[Tensor, "B"] | None = None,
         group: Int[Tensor, "B"] | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> Calibrated:
-        """Return the calibrated values of labels in float64, from the measurements of their points.
+        """Return the calibrated values of labels, from the measurements of their points.
 
         Args:
             measured: The measurements of the points.
@@ -143,14 +140,15 @@ class Calibration(nn.Module):
                 and the joint score of labels without a calibration are NaN.
             region: The nearest ellipsoids, for thresholds by region.
             group: The given groups, for thresholds by group.
+            dtype: Dtype of the results, which are computed in float64.
         """
         labels = self.own if logits is None else self.network
         if not self.done:
-            return self._uncalibrated(measured, label, invalid, logits)
+            return self._uncalibrated(measured, label, invalid, logits, dtype)
         if labels.done and (logits is not None or own):
             least = labels.least_score(label.clamp_min(0), region, group)
             columns, accept = assess(measured, logits, label, invalid, least, labels.tables())
-            confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
+            confidence, p_value, class_p_value, nonconformity, joint = as_dtype(columns, dtype).unbind()
             return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
         # Labels without a calibration: p-values are those of the point alone.
         nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)
@@ -158,7 +156,8 @@ class Calibration(nn.Module):
         confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
         # Zero marks refused rows.
         confidence, joint = (torch.where(column > 0, torch.nan, column) for column in (confidence, joint))
-        return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
+        values = (confidence, p_value, class_p_value, nonconformity, joint)
+        return Calibrated(*(value.to(dtype) for value in values), accept)
 
     def _uncalibrated(
         self,
@@ -166,6 +165,7 @@ class Calibration(nn.Module):
         label: Int[Tensor, "B"],
         invalid: Bool[Tensor, "B"],
         logits: Float[Tensor, "B C"] | None,
+        dtype: torch.dtype,
     ) -> Calibrated:
         """Confidence from the weights before any calibration; nothing else is known."""
         index = label.clamp_min(0)
@@ -173,7 +173,7 @@ class Calibration(nn.Module):
         refused = invalid | values.support.isnan().any(dim=1) | (label < 0)
         if logits is not None:
             values = self._with_logits(values, finite_logits(logits), index)
-        confidence = (self.own if logits is None else self.network).confidence(values.support)
+        confidence = (self.own if logits is None else self.network).confidence(values.support).to(dtype)
         unknown = torch.full_like(confidence, torch.nan)
         return Calibrated(
             confidence=torch.where(refused, 0.0, confidence),

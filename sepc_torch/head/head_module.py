@@ -20,7 +20,9 @@ from sepc_torch.head.projection import Projection
 from sepc_torch.head.promise import Promise
 from sepc_torch.head.training_set import KeptTrainingSet
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
-from sepc_torch.model.device_sync import can_synchronize, warm_up
+from sepc_torch.model.device_sync import all_finite, can_synchronize, warm_up
+from sepc_torch.model.precision import as_dtype
+from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.queries import (
     check_logits,
     points_as_tensor,
@@ -92,7 +94,7 @@ class HeadModule(nn.Module):
         if isinstance(z, Tensor) and z.is_cuda and z.dim() == 2 and len(z) > GPU_ROWS and can_synchronize(z):
             return forward_in_pieces(self, z, logits, labels, groups)
         if isinstance(z, Tensor):
-            z = z.to(self.projection.shift.dtype)  # the same answer for every dtype of the input
+            z = as_dtype(z, self.projection.shift.dtype)  # the same answer for every dtype of the input
         points = self.projection(z)
         if logits is None:
             own, given = self.sepc.judge(points, labels)
@@ -100,19 +102,23 @@ class HeadModule(nn.Module):
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
             # argmax returns a valid class index even for rows with NaN; these rows are masked below.
             own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
-            missing = rows_without_prediction(logits)
-            if self.sepc.nan_policy == "raise" and can_synchronize(missing):
-                refuse_rows_without_prediction(
-                    missing, "Drop those rows, or fit the head with nan_policy='flag', which gives them the label -1."
-                )
-            given = given._replace(
-                label=torch.where(missing, -1, given.label),
-                trust=torch.where(missing, 0.0, given.trust),
-                margin=torch.where(missing, torch.nan, given.margin),
-            )
+            if not all_finite(logits):
+                given = self._without_missing(given, rows_without_prediction(logits))
         places = own.nearest, groups
         calibrated = self._calibrated(z, given.label, own.label < 0, logits, places, logits is None and labels is None)
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
+
+    def _without_missing(self, given: Prediction, missing: Bool[Tensor, "B"]) -> Prediction:
+        """Flag the rows whose logits define no class, or raise an error for them."""
+        if self.sepc.nan_policy == "raise" and can_synchronize(missing):
+            refuse_rows_without_prediction(
+                missing, "Drop those rows, or fit the head with nan_policy='flag', which gives them the label -1."
+            )
+        return given._replace(
+            label=torch.where(missing, -1, given.label),
+            trust=torch.where(missing, 0.0, given.trust),
+            margin=torch.where(missing, torch.nan, given.margin),
+        )
 
     def _calibrated(
         self,
@@ -135,10 +141,10 @@ class HeadModule(nn.Module):
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         self._warn_if_stale(stacklevel=6)
-        found = self.calibration(
-            self.evidence.measure(z), label, invalid, logits, own=own, region=places[0], group=places[1]
-        )
-        return found.to(z.dtype)
+        measured = self.evidence.measure(z)
+        given = measured, label, invalid, logits
+        found: Calibrated = self.calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
+        return found
 
     def _warn_if_stale(self, stacklevel: int) -> None:
         """Warn, once after a calibration, that training points changed since."""

@@ -210,7 +210,7 @@ def _class_nearest(
 
     def search(piece: Float[Tensor, "b D"]) -> tuple[Float[Tensor, "b C"], Int[Tensor, "b C"]]:
         closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
-        if not many and (len(ends) == 1 or closeness.numel() > _FEW_PRODUCTS):
+        if not many and (len(ends) <= 1 or closeness.numel() > _FEW_PRODUCTS):
             best = _best_of_each(closeness, ends)
         else:
             best = _best_together(closeness, slots, columns, shapes)

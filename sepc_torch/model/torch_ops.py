@@ -8,7 +8,7 @@ operator processes the batch in pieces of bounded memory and can read values. On
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
