@@ -17,6 +17,7 @@ from sepc_torch import SEPC, TrustHead
 from sepc_torch.head import densities, head_module, neighbours
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
+from sepc_torch.model import device_sync
 
 Rng = np.random.Generator
 # Whether random points can promise a risk is not the question of these tests.
@@ -194,6 +195,7 @@ def test_nothing_but_the_partition_synchronises(
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
+    monkeypatch.setattr(device_sync, "readable", lambda _: False)  # as on a CUDA device
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
     monkeypatch.setattr(densities, "_log_densities", densities._class_log_densities)
