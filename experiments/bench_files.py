@@ -5,17 +5,19 @@ categories, and embeddings of 384 numbers, as CSV and, with the same rows, as Pa
 and the peak of the resident memory. The largest file shows whether the memory grows with the size; a small model scores
 it, so that the time is that of reading, judging by few reference points, and writing.
 
-    python experiments/bench_files.py                  # ten minutes on one core, 2 GB of free disk
-    python experiments/bench_files.py --gigabytes 10   # a larger file; the time grows in proportion
+    python experiments/bench_files.py                  # TIME on one core, 12 GB of free disk
+    python experiments/bench_files.py --only largest --gigabytes 1    # one part, and a smaller file
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +25,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from harness import arguments, environment, write_results
+from harness import RESULTS, arguments, environment, write_results
 
 CLASSES = np.array(["low", "mid", "high"])
 # Rows that are drawn and written at a time.
 ROWS = 10_000
 # Sizes of the CSV files in GB.
-TABLE, EMBEDDINGS, LARGEST = 0.02, 0.1, 1.0
-# Rows of the model that scores the largest file: it has few reference points, so that reading and writing show.
+TABLE, EMBEDDINGS, LARGEST = 0.02, 0.1, 10.0
+# Rows of the small model: it has few reference points, so that reading and writing show.
 MAX_ROWS = 2000
 
 
@@ -43,6 +45,22 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape("table of 14 columns", 12, True), Shape("384 numbers", 384, False))
+
+
+class Part(NamedTuple):
+    """Files of one shape and size: ``max_rows`` limits the rows that fit the model; None for all."""
+
+    shape: Shape
+    gigabytes: float
+    max_rows: int | None
+
+
+PARTS = {
+    "largest": Part(SHAPES[1], LARGEST, MAX_ROWS),
+    "small model": Part(SHAPES[1], EMBEDDINGS, MAX_ROWS),
+    "embeddings": Part(SHAPES[1], EMBEDDINGS, None),
+    "table": Part(SHAPES[0], TABLE, None),
+}
 
 
 def drawn_rows(shape: Shape, rng: np.random.Generator, rows: int = ROWS) -> pa.Table:
@@ -58,19 +76,17 @@ def drawn_rows(shape: Shape, rng: np.random.Generator, rows: int = ROWS) -> pa.T
     return pa.table({**columns, "y": CLASSES[codes]})
 
 
-def write_files(shape: Shape, folder: Path, gigabytes: float) -> tuple[dict[str, Path], int]:
-    """Write a CSV file of a given size and a Parquet file of the same rows; return them and the number of rows."""
+def write_files(shape: Shape, folder: Path, gigabytes: float, kinds: Sequence[str]) -> tuple[dict[str, Path], int]:
+    """Write files of the same rows in these formats, the CSV file of a given size; return them and the rows."""
     rng = np.random.default_rng(1)
-    paths = {"CSV": folder / "rows.csv", "Parquet": folder / "rows.parquet"}
+    paths = {kind: folder / f"rows.{kind.lower()}" for kind in kinds}
+    writers = {"CSV": pa.csv.CSVWriter, "Parquet": pa.parquet.ParquetWriter}
     table, rows = drawn_rows(shape, rng), 0
-    text, binary = (
-        pa.csv.CSVWriter(paths["CSV"], table.schema),
-        pa.parquet.ParquetWriter(paths["Parquet"], table.schema),
-    )
-    with text, binary:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(writers[kind](path, table.schema)) for kind, path in paths.items()]
         while rows == 0 or paths["CSV"].stat().st_size < 1e9 * gigabytes:
-            text.write(table)
-            binary.write(table)
+            for writer in opened:
+                writer.write(table)
             rows += len(table)
             table = drawn_rows(shape, rng)
     return paths, rows
@@ -93,30 +109,34 @@ def measured(*command: object) -> dict[str, float]:
     return {"cpu_s": used.ru_utime + used.ru_stime, "peak_mb": used.ru_maxrss / 1024}
 
 
-def measure(shape: Shape, gigabytes: float, max_rows: int | None = None) -> Iterator[dict[str, Any]]:
-    """Fit to CSV, score CSV and Parquet, calibrate with CSV; with ``max_rows`` only fit to so many rows and score CSV.
+def measure(part: Part) -> Iterator[dict[str, Any]]:
+    """Fit to CSV, score CSV and Parquet, calibrate with CSV; for the small model only fit and score CSV.
 
     The same rows fit, calibrate and are scored: only time and memory are measured here.
     """
+    shape, gigabytes, max_rows = part
+    whole = max_rows is None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paths, rows = write_files(shape, folder, gigabytes)
+        paths, rows = write_files(shape, folder, gigabytes, ("CSV", "Parquet") if whole else ("CSV",))
         model, scores = folder / "model.safetensors", folder / "scores"
-        limit = () if max_rows is None else ("--max-rows", max_rows)
-        steps = [
-            ("fit", "CSV", (paths["CSV"], "-l", "y", "-o", model, *limit)),
-            ("score", "CSV", (model, paths["CSV"], "-l", "y", "-o", scores.with_suffix(".csv"))),
-            ("score", "Parquet", (model, paths["Parquet"], "-l", "y", "-o", scores.with_suffix(".parquet"))),
-            ("calibrate", "CSV", (model, paths["CSV"], "-l", "y")),
+        limit = () if whole else ("--max-rows", max_rows)
+        steps: list[tuple[str, str, tuple[object, ...]]] = [
+            ("fit", "CSV", ("-o", model, *limit)),
+            ("score", "CSV", ("-o", scores.with_suffix(".csv"))),
         ]
-        for command, kind, options in steps[: len(steps) if max_rows is None else 2]:
+        if whole:
+            steps += [("score", "Parquet", ("-o", scores.with_suffix(".parquet"))), ("calibrate", "CSV", ())]
+        for command, kind, options in steps:
             described = {"command": command, "format": kind, "shape": shape.name, "rows": rows, "max_rows": max_rows}
+            given = (paths[kind],) if command == "fit" else (model, paths[kind])
             size = paths[kind].stat().st_size / 1e9
-            yield described | {"gb": size} | measured(command, *options)
+            yield described | {"gb": size} | measured(command, *given, "-l", "y", *options)
 
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, the default is %(default)s")
     parser.add_argument("--gigabytes", type=float, default=LARGEST, help="size of the largest CSV file")
     options = parser.parse_args()
     if options.smoke:
@@ -125,26 +145,22 @@ def main() -> None:
             pa.csv.write_csv(drawn_rows(SHAPES[0], np.random.default_rng(1), 500), data)
             print(measured("fit", data, "-l", "y", "-o", model))
         return
-    table, embeddings = SHAPES
-    largest = "" if options.gigabytes == LARGEST else f" --gigabytes {options.gigabytes:g}"
-    rows: list[dict[str, Any]] = []
-    cases = (
-        (embeddings, options.gigabytes, MAX_ROWS),
-        (embeddings, EMBEDDINGS, MAX_ROWS),
-        (embeddings, EMBEDDINGS, None),
-        (table, TABLE, None),
-    )
-    for shape, size, max_rows in cases:
-        for row in measure(shape, size, max_rows):
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"unknown parts {sorted(unknown)}; the parts are {', '.join(PARTS)}")
+    path = RESULTS / "bench_files.json"
+    before = json.loads(path.read_text()).get("parts", {}) if path.exists() else {}
+    for name in chosen:
+        part = PARTS[name]._replace(gigabytes=options.gigabytes) if name == "largest" else PARTS[name]
+        rows = []
+        for row in measure(part):
             print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
             rows.append(row)
-            written = {
-                "command": f"python experiments/bench_files.py{largest}",
-                "environment": environment("torch", "pyarrow"),
-                "rows": rows,
-            }
-            # After every command, because the last ones take long.
-            print(f"written: {write_results('bench_files', written).name}", flush=True)
+        before[name] = {"environment": environment("torch", "pyarrow"), "rows": rows}
+        # After every part, because the last ones take long.
+        parts = {name: before[name] for name in PARTS if name in before}
+        written = {"command": "python experiments/bench_files.py", "parts": parts}
+        print(f"written: {write_results('bench_files', written, [name]).name}", flush=True)
 
 
 if __name__ == "__main__":

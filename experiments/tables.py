@@ -266,7 +266,8 @@ def files() -> str:
             _thousands(100 * round(r["rows"] / r["cpu_s"] / 100)),
             f"{r['peak_mb']:.0f} MiB",
         ]
-        for r in results["rows"]
+        for part in results["parts"].values()
+        for r in part["rows"]
     ]
     header = ["command", "`--max-rows` of the model", "file", "size", "rows", "CPU time", "rows/s", "peak memory"]
     text = "Each command in a process with one thread; the memory includes that of Python and torch, about 300 MiB"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from sepc_torch.cli.columns import cells, number_cells
+from sepc_torch.cli.columns import cells, number_columns
 from sepc_torch.cli.row_files import Piece, RowFile
 from sepc_torch.cli.shell import note
 from sepc_torch.cli_tables import named
@@ -31,6 +31,8 @@ MOST_ROWS = 2**19
 MOST_CELLS = 2**25
 # Rows that are read in any case: fewer would fit badly in as many columns.
 LEAST_ROWS = 2**13
+# Most tables that a sample holds: a table of one row and hundreds of columns takes 0.1 MB.
+_MOST_TABLES = 2**8
 
 
 class Sample(NamedTuple):
@@ -127,6 +129,8 @@ class _Sampled:
     def add(self, piece: Piece, keys: Float[Array, "n"], start: int) -> None:
         """Add the rows of a piece with their keys; ``start`` is the number of its first row in the file."""
         chosen = np.flatnonzero(keys < self._limit)
+        if not len(chosen):
+            return
         table = piece.table if len(chosen) == len(keys) else piece.table.take(pa.array(chosen))
         self.tables.append(table)
         self.numbers.append(start + chosen)
@@ -134,6 +138,8 @@ class _Sampled:
         self.problems |= {start + i: text for i, text in piece.problems.items() if keys[i] < self._limit}
         if sum(map(len, self._keys)) > 2 * self._most:
             self.prune()
+        elif len(self.tables) > _MOST_TABLES:
+            self.tables = [self.tables[0], pa.concat_tables(self.tables[1:]).combine_chunks()]
 
     def prune(self) -> None:
         """Keep the rows with the least keys, in the order of the file, as one table."""
@@ -233,11 +239,10 @@ def table_columns(
     table: pa.Table, names: Sequence[str], numbers: Sequence[str], missing: Sequence[str]
 ) -> dict[str, Any]:
     """Columns of a table as arrays; those that should hold numbers are parsed."""
-    absent, parsed = frozenset(missing), set(numbers)
-    return {
-        name: number_cells(table.column(name), absent) if name in parsed else cells(table.column(name))
-        for name in names
-    }
+    chosen = set(numbers)
+    texts = [name for name in names if name in chosen]
+    parsed = dict(zip(texts, number_columns([table.column(name) for name in texts], frozenset(missing)), strict=True))
+    return {name: parsed[name] if name in parsed else cells(table.column(name)) for name in names}
 
 
 def encoded_rows(table: pa.Table, names: Sequence[str], encoding: TableEncoding | None) -> Encoded:

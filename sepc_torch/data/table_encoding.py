@@ -166,25 +166,28 @@ class TableEncoding:
             )
         absent = frozenset(self.missing)
         parts: list[Array] = []
-        indicators: list[Array] = []
         problems: dict[int, str] = {}
         filled: dict[str, int] = {}
-        for number in self.numbers:
-            values, wrong = parse_numbers(table[number.name], absent)
-            note_problems(problems, number.name, table[number.name], wrong)
+        if self.numbers:
+            read = []
+            for number in self.numbers:
+                values, wrong = parse_numbers(table[number.name], absent)
+                note_problems(problems, number.name, table[number.name], wrong)
+                read.append(values)
+                if not number.gaps and (count := int(np.count_nonzero(np.isnan(values) & ~wrong))):
+                    filled[number.name] = count
+            # Arithmetic on all columns at once: tables may have hundreds.
+            values = np.stack(read)
+            median, mean, scale = np.array([[c.median, c.mean, c.scale] for c in self.numbers]).T[:, :, None]
             gap = np.isnan(values)
-            parts.append((np.where(gap, number.median, values) - number.mean) / number.scale)
-            if number.gaps:
-                indicators.append(gap.astype(np.float64))
-            elif count := int(np.count_nonzero(gap & ~wrong)):
-                filled[number.name] = count
-        parts += indicators
+            parts += [(np.where(gap, median, values) - mean) / scale]
+            parts += [gap[[column.gaps for column in self.numbers]].astype(np.float64)]
         for column in self.categories:
             place = {category: j for j, category in enumerate(column.categories)}
             places = [place.get(text, len(place)) for text in category_texts(table[column.name], absent).tolist()]
             indicator = np.eye(len(place) + 1)[places]  # the last feature is that of all other categories
-            parts += list(indicator.T if column.other else indicator.T[:-1])
-        points = np.stack(parts, axis=1)
+            parts.append(indicator.T if column.other else indicator.T[:-1])
+        points = np.ascontiguousarray(np.concatenate(parts).T)
         points[list(problems)] = np.nan
         return Encoded(points, problems, filled)
 
