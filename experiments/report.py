@@ -26,7 +26,19 @@ from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
 from readme_table import overview
 from serving_tables import engines, onnx_files, serve_load
-from tables import active, files, inference, large_fits, layers, many_classes, nearest, partitions, refits, solvers
+from tables import (
+    active,
+    files,
+    inference,
+    large_fits,
+    layers,
+    many_classes,
+    monitor_cost,
+    nearest,
+    partitions,
+    refits,
+    solvers,
+)
 
 ROOT = RESULTS.parents[1]
 OLDER = ", on older sources"
@@ -132,6 +144,7 @@ def same_numbers(before: str, after: str) -> bool:
 
 PAPER_PAGE = ROOT / "docs" / "paper.md"
 PAGES: dict[str, dict[str, Section]] = {
+    "docs/lightning.md": {"monitor_cost": Section(monitor_cost, ("lightning_digits",))},
     "docs/panel.md": {
         "summary": Section(summary, ("trust_panel",)),
         "panel": Section(panel, ("trust_panel",)),

@@ -22,7 +22,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from sepc_torch import SEPC, LabelPool, PoolDataModule, TrustHead, TrustMonitor
 from sepc_torch.metrics import aurc
-from sepc_torch.training.lightning import MisconfigurationException
+from sepc_torch.training.lightning import MisconfigurationException, stage_results
+from sepc_torch.training.lightning.stage_results import Batch, Recorder, assessed_rows
 
 Rng = np.random.Generator
 
@@ -381,6 +382,45 @@ class TestFiles:
 
         with pytest.raises(RuntimeError, match="on_flag failed: OSError: disk full"):
             fitted(tmp_path, on_flag=broken)
+
+    def test_batches_judged_together_are_those_judged_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, y = blobs(150).tensors
+        head, calls = TrustHead.fit(x, y, progress=False, **FIT), []
+        batches = [  # the last batches have no logits or no targets, the fourth is empty
+            Batch(list(range(i, j)), x[i:j], x[i:j, :CLASSES] if i < 60 else None, y[i:j] if i < 80 else None)
+            for i, j in [(0, 16), (16, 32), (32, 48), (48, 48), (48, 60), (60, 80), (80, 90)]
+        ]
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(len(args[1]))
+            return assessed_rows(*args, **options)
+
+        monkeypatch.setattr(stage_results, "assessed_rows", counted)
+        together, alone = Recorder(), Recorder()
+        for batch in batches:
+            together.add(head, batch)
+            alone.add(head, batch)
+            alone.judge(head)
+        together.judge(head)
+        assert [size for size in calls if size > 20] == [60]
+        assert [len(part["id"]) for part in together.parts] == [60, 20, 10]
+        for name in together.parts[0]:
+            if name not in ("network_label", "network_trust", "network_margin", "target"):
+                both = (torch.cat([part[name] for part in each.parts]) for each in (together, alone))
+                torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(stage_results, "_WAITING_VALUES", 30 * (FEATURES + CLASSES))
+        several = Recorder()
+        for batch in batches:
+            several.add(head, batch)
+        assert [len(part["id"]) for part in several.parts] == [32, 28, 20]
+
+    @pytest.mark.parametrize("name", ["max_per_class", "max_fit_per_class"])
+    def test_the_limit_of_a_fit_is_an_option_of_the_fit(self, name: str) -> None:
+        assert (monitor().max_per_class, monitor(fit=TrustHead.fit).max_per_class) == (100, 100)
+        assert monitor(fit={"max_per_class": 30}).max_per_class == 30
+        assert monitor(fit={"max_per_class": None}).max_per_class is None
+        with pytest.warns(DeprecationWarning, match=rf"{name} is deprecated; use fit=\{{'max_per_class': \.\.\.\}} or"):
+            assert monitor(**{name: 7}).max_per_class == 7
 
     def test_barebones(self, tmp_path: Path) -> None:
         watch = monitor()

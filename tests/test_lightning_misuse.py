@@ -74,7 +74,7 @@ class TestMisuse:
             ({"logits": True}, "logits must be the name of a submodule or a function"),
             ({"reasons": ("strange",)}, "one or more of no prediction, novel, disagrees, ambiguous"),
             ({"refit_every_n_epochs": -1}, "refit_every_n_epochs must be an integer of at least 0"),
-            ({"max_per_class": 0}, "max_per_class must be an integer of at least 1"),
+            ({"fit": {"max_per_class": 0}}, "max_per_class must be an integer of at least 1"),
             ({"stages": ("train",)}, "no argument 'stages' any more: every stage is recorded"),
             ({"file_format": "xml"}, "no argument 'file_format' any more: files are CSV"),
             ({"refit_errors": "ignore"}, "no argument 'refit_errors' any more"),

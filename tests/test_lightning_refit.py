@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_parts import FEATURES, FIT, Net, blobs, fitted, loader, monitor, quiet_trainer, same_tables
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -21,6 +21,7 @@ from sepc_torch.training.cost import CostMeter
 from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
 from sepc_torch.training.lightning.hooks import ActivePass
 from sepc_torch.training.lightning.refitting import FitSample
+from sepc_torch.training.lightning.schedule import ends_with_validation
 from sepc_torch.training.subsets import calibration_half, hash_ids, sample_per_class
 
 Rng = np.random.Generator
@@ -183,7 +184,9 @@ class TestRefit:
             sizes.append(y.bincount().tolist())
             return TrustHead.fit(z, y, progress=False, **FIT)
 
-        run = quiet_trainer(monitor(fit=fit, max_per_class=30), folder=tmp_path)
+        watch = monitor(fit=fit)
+        watch.max_per_class = 30
+        run = quiet_trainer(watch, folder=tmp_path)
         run.fit(Counting(), loader(blobs(150)), loader(blobs(61, 1)))
         assert sizes == [[30, 30, 30]] * 2
         half = int(calibration_half(torch.arange(61)).sum())
@@ -227,7 +230,8 @@ class TestRefit:
                 if not trainer.sanity_checking:
                     found.append(watch.n_refits)
 
-        watch = monitor(fit=fit, max_cost=0.15, on_flag=judged, max_per_class=40)
+        watch = monitor(fit=fit, max_cost=0.15, on_flag=judged)
+        watch.max_per_class = 40
         watch._schedule.cost = CostMeter(lambda: seconds[0])
         run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=8)
         with caplog.at_level("INFO", "sepc_torch"):
@@ -241,6 +245,64 @@ class TestRefit:
         (said,) = (record.getMessage() for record in caplog.records if "took" in record.getMessage())
         assert f"took {spent:.2f} s, {spent / 80:.0%} of the training's time (limit 15%" in said
         assert f"Refits: 2. Assessed validations: {assessed} of 8." in said
+
+    @pytest.mark.parametrize(
+        ("keeps_best", "assessed"),
+        [
+            # Before a refit is measured it counts as 0.3 seconds, with another 0.3 for the last one: 15 % of 4 seconds.
+            (False, [None, None, None, 1, 1, 2]),
+            (True, [1, 1, 1, 1, 1, 2]),
+        ],
+    )
+    def test_the_first_assessment_waits_for_the_budget(
+        self, tmp_path: Path, keeps_best: bool, assessed: list[int | None]
+    ) -> None:
+        seconds, found = [0.0], []
+
+        class Epoch(L.Callback):
+            monitor = "val_loss" if keeps_best else None
+
+            def on_train_epoch_start(self, *_: Any) -> None:
+                seconds[0] += 1.0
+
+            def on_validation_end(self, trainer: Any, *_: Any) -> None:
+                if not trainer.sanity_checking:
+                    found.append(watch.n_refits or None)
+                    assert ("val" in watch.flagged) == ("trust/val_aurc" in trainer.callback_metrics) == bool(found[-1])
+                    assert "trust/cost" in trainer.callback_metrics
+
+        def fit(z: Tensor, y: Tensor) -> TrustHead:
+            seconds[0] += 0.2
+            return TrustHead.fit(z, y, progress=False, **FIT)
+
+        watch = monitor(fit=fit, max_cost=0.15)
+        watch._schedule.cost = CostMeter(lambda: seconds[0])
+        run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=len(assessed))
+        run.fit(Net(), loader(blobs(120)), loader(blobs(61, 1)))
+        assert found == assessed
+        assert not watch._head_state.is_stale(run.lightning_module)
+
+    @pytest.mark.parametrize(
+        ("options", "callbacks", "known"),
+        [
+            ({}, [], True),
+            ({"max_epochs": 6, "check_val_every_n_epoch": 3}, [], True),
+            ({"max_epochs": 7, "check_val_every_n_epoch": 3}, [], False),
+            ({"max_epochs": -1}, [], False),
+            ({"max_steps": 30}, [], False),
+            ({"val_check_interval": 0.3}, [], False),
+            ({"max_time": "00:01:00:00"}, [], False),
+            ({}, [EarlyStopping("val_loss")], False),
+            ({"enable_checkpointing": True}, [ModelCheckpoint()], True),
+            ({"enable_checkpointing": True}, [ModelCheckpoint(monitor="val_loss")], False),
+            ({"enable_checkpointing": True}, [ModelCheckpoint(save_top_k=-1)], False),
+        ],
+    )
+    def test_a_run_that_ends_with_a_validation(
+        self, tmp_path: Path, options: dict[str, Any], callbacks: list[Any], known: bool
+    ) -> None:
+        run = quiet_trainer(*callbacks, folder=tmp_path, **options)
+        assert ends_with_validation(run) == known
 
     def test_the_first_pass_reads_pieces(self) -> None:
         """Pieces are disjoint, the first holds 5000 samples, all hold at most 50 000; the kept sample is one piece."""

@@ -12,8 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from sepc_torch.cli import row_files
-from sepc_torch.cli.columns import cells, number_cells
+from sepc_torch.cli import columns, head_rows, row_files
+from sepc_torch.cli.columns import cells, number_cells, number_columns
 from sepc_torch.cli.head_rows import _Sampled
 from sepc_torch.cli.row_files import Piece, open_rows
 from sepc_torch.data.table_encoding import MISSING, parse_numbers
@@ -167,15 +167,32 @@ def test_numbers_are_parsed_as_python_does(other: str | None, missing: tuple[str
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 3, 1000])
+def test_columns_parsed_together_are_those_parsed_alone(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+    monkeypatch.setattr(columns, "_CELLS", 3 * at_a_time)
+    texts = [["1", "2", ""], ["x", "1", "2"], ["3", None, " 4"], ["5", "inf", "6"], ["7", "8", "9"]]
+    table = [pa.chunked_array([row[:1], row[1:]], pa.string()) for row in texts]
+    table.insert(2, pa.chunked_array([[1.5, None, 2.5]]))
+    table.insert(4, pa.chunked_array([["1", "NA", "2"]], pa.large_string()))
+    missing = frozenset(MISSING)
+    for together in (table, [column.slice(0, 0) for column in table], table[:1], []):
+        alone = [number_cells(column, missing) for column in together]
+        for found, expected in zip(number_columns(together, missing), alone, strict=True):
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("most", [1, 7, 50, 1000])
-def test_a_sample_of_a_file_has_the_least_keys(rng: Rng, most: int) -> None:
+def test_a_sample_of_a_file_has_the_least_keys(rng: Rng, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_rows, "_MOST_TABLES", 3)
     keys = rng.random(300)
     kept = _Sampled(most)
     start = 0
-    for size in (120, 1, 0, 79, 100):
+    for size in (120, 1, 0, 60, 10, 9, 60, 40):
         piece = Piece(pa.table({"i": np.arange(start, start + size)}), dict.fromkeys(range(0, size, 2), "bad"), 0)
         kept.add(piece, keys[start : start + size], start)
         assert sum(len(table) for table in kept.tables) <= 2 * most + 120, "no more than the sample and a piece"
+        assert len(kept.tables) <= 3
         start += size
     kept.prune()
     expected = np.sort(np.argsort(keys)[:most])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -369,6 +370,7 @@ def _versions(solver: str) -> dict[str, str]:
     return {name: _version(name) for name in names}
 
 
+@cache  # reading the metadata of a package takes 5 ms
 def _version(name: str) -> str:
     try:
         return version(name)

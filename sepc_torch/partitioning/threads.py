@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from sepc_torch.data.shared_setting import SharedSetting
@@ -15,18 +17,22 @@ def one_thread() -> Iterator[None]:
 
     Several threads may be inside at once. The limit holds until the last one leaves, and nothing stays changed.
     """
+    # OpenMP has a limit for each thread, BLAS one for the process. Some builds of BLAS follow OpenMP.
+    with _libraries(len(sys.modules)).select(user_api="openmp").limit(limits=1), _ONE_BLAS_THREAD:
+        yield
+
+
+@lru_cache(maxsize=1)
+def _libraries(_modules: int) -> Any:
+    """The loaded libraries with threads, searched again after an import: a search takes 5 ms, a small class as much."""
     from threadpoolctl import ThreadpoolController
 
-    # OpenMP has a limit for each thread, BLAS one for the process. Some builds of BLAS follow OpenMP.
-    with ThreadpoolController().select(user_api="openmp").limit(limits=1), _ONE_BLAS_THREAD:
-        yield
+    return ThreadpoolController()
 
 
 @contextmanager
 def _limited_blas() -> Iterator[None]:
-    from threadpoolctl import ThreadpoolController
-
-    blas = ThreadpoolController().select(user_api="blas")
+    blas = _libraries(len(sys.modules)).select(user_api="blas")
     limit = blas.limit(limits=1)
     _release(blas)
     try:

@@ -49,8 +49,10 @@ from sepc_torch.training.trust_table import TrustTable
 
 # Largest number of samples of a pool to score after a refit; a larger pool gives a different subset after each refit.
 _MOST_POOL = 50_000
+# Samples of a class to fit to, by default.
+_MOST_PER_CLASS = 100
 # Share of ``max_per_class`` that the first of several fits uses, one over this number: a fit to 25 instead of 100
-# samples of each of 10 classes takes a quarter of the time.
+# samples of each of 10 classes takes half of the time.
 _FIRST_PART = 4
 
 _log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class MonitorCore:
         flagged, scores: Tables by stage.
         disjuncts: Regions with more confirmed mistakes than tolerated, at the last refit.
         drift: Report on the samples of the last prediction; None before, and if the head is not calibrated.
+        max_per_class: Fit to at most this number of samples per class; None for all.
         max_pool: Score at most this number of samples of the pool; None for all.
     """
 
@@ -76,7 +79,6 @@ class MonitorCore:
         head: Head | None = None,
         fit: Mapping[str, Any] | Callable[[Tensor, Tensor], Head] | None = None,
         fit_data: Any = None,
-        max_per_class: int | None = 100,
         calibrate: Any = None,
         flag_rate: float = 0.05,
         risk: float | None = None,
@@ -94,7 +96,6 @@ class MonitorCore:
     ) -> None:
         renamed = settings.rename_old(old)
         flag_rate = renamed.pop("flag_rate", flag_rate)
-        max_per_class = renamed.pop("max_per_class", max_per_class)
         settings.check_source("embed", embed)
         settings.check_logits(logits)
         settings.check_head(head)
@@ -106,11 +107,12 @@ class MonitorCore:
         settings.check_data("pool", pool, (DataLoader, LabelPool), "a LabelPool, an indexable data set, a loader")
         self.flag_rate = settings.check_rate("flag_rate", flag_rate)
         self.risk = None if risk is None else settings.check_rate("risk", risk)
-        self.criteria = settings.criteria(self.flag_rate, **renamed)
         self._schedule = Schedule(
             settings.check_count("refit_every_n_epochs", refit_every_n_epochs, 0), settings.check_cost(max_cost)
         )
-        self.max_per_class = settings.check_optional_count("max_per_class", max_per_class, 1)
+        limit = renamed.pop("max_per_class", settings.per_class_limit(fit, _MOST_PER_CLASS))
+        self.max_per_class = settings.check_optional_count("max_per_class", limit, 1)
+        self.criteria = settings.criteria(self.flag_rate, **renamed)
         self.max_pool: int | None = _MOST_POOL
         self.dirpath: Path | None = settings.check_folder(dirpath)
         self.report = settings.check_report(report)
@@ -221,7 +223,8 @@ class MonitorCore:
         if part > 1 and self.max_per_class is not None:
             few = sample_per_class(rows["id"], rows["target"], max(self.max_per_class // part, 1))
             rows = {name: column[few] for name, column in rows.items()}
-        fitted = self._head_state.refit(trainer, module, rows, functions.fit)
+        with self._schedule.fitting():
+            fitted = self._head_state.refit(trainer, module, rows, functions.fit)
         if fitted:
             self._calibrate(trainer, module)
             self._score_pool(trainer, module)

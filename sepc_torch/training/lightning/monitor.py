@@ -38,9 +38,10 @@ class TrustMonitor(StageCore, CallbackBase):
     ``flagged`` and ``scores`` hold tables by stage, the least safe samples first: ``"val"``, ``"test"``, ``"predict"``,
     ``"pool"``; with several loaders ``"val_0"`` and so on. Of several validation loaders the first one calibrates.
 
-    These numbers about the network's labels are logged at every validation, and other callbacks can monitor them. They
-    are measured on the validation samples that did not calibrate the head (``calibrates`` in the table). If no logits
-    are found, they are about the head's labels and are called ``trust/head_val_aurc`` and so on:
+    These numbers about the network's labels are logged at every validation that is assessed (see ``max_cost``), and
+    other callbacks can monitor them. They are measured on the validation samples that did not calibrate the head
+    (``calibrates`` in the table). If no logits are found, they are about the head's labels and are called
+    ``trust/head_val_aurc`` and so on:
 
     - ``trust/val_aurc``: area under the risk-coverage curve; lower is better;
     - ``trust/val_acc_at_80``: accuracy of the 80 % of the labels with the highest joint score;
@@ -64,11 +65,12 @@ class TrustMonitor(StageCore, CallbackBase):
             Column c belongs to label c, so the labels must be 0 to C - 1.
         head: An :class:`~sepc_torch.SEPC` or :class:`~sepc_torch.TrustHead` to start with; None to fit one in training.
             Training replaces it at the first refit; to keep the given head, pass ``refit_every_n_epochs=0``.
-        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head.
+        fit: Options of ``TrustHead.fit`` as a dictionary, or a function (embeddings, labels) -> head. At most
+            ``max_per_class`` samples of each class are read and fitted to, 100 by default and all for None; for a
+            function the attribute ``max_per_class`` says how many. The first refit reads 5000 to 50 000 samples of the
+            data set to find them and, with a limit of the cost, uses a quarter of them unless it is also the last.
         fit_data: Data set or loader to fit to, without augmentation. By default the labelled samples of the pool, else
             the training data set, read in order by a separate loader.
-        max_per_class: Fit to at most this number of samples per class; None for all. The first refit reads 5000 to
-            50 000 samples of the data set to find them and, with a limit of the cost, uses a quarter of them.
         calibrate: Data set or loader to calibrate with, instead of half of the validation samples. Neither the network
             nor the head may be fitted on it.
         flag_rate: Share of samples like the calibration samples that may be flagged, on average.
@@ -76,11 +78,12 @@ class TrustMonitor(StageCore, CallbackBase):
             :meth:`TrustHead.accept_at`.
         refit_every_n_epochs: Refit after every n epochs, after the last epoch, and before a validation without a head.
             0 disables refits.
-        max_cost: Largest share of the training's time that the monitor may take; None for no limit. The first and the
-            last validation are always assessed (refit, calibration, judging). Those between are assessed, and refit,
-            if the time pays for it and for the last one; which they are depends on the clock. A validation
-            that is not assessed logs only ``trust/cost``. There is no limit for a run with a pool, and for assessments
-            whose numbers a callback or a learning-rate schedule monitors.
+        max_cost: Largest share of the training's time that the monitor may take; None for no limit. The last validation
+            is always assessed (refit, calibration, judging). Others are assessed, and refit, if the time pays for it
+            and for the last one; which they are depends on the clock. The first one does not wait if the last one may
+            come unforeseen (a callback monitors a number, or steps or time are limited). A validation that is not
+            assessed logs only ``trust/cost``. There is no limit for a run with a pool, and for assessments whose
+            numbers a callback or a learning-rate schedule monitors.
         pool: Unlabelled samples to score after each refit: a :class:`~sepc_torch.training.LabelPool`, a data set or a
             loader; by default ``pool_dataloader()`` of the data module or the module.
         inputs: From a batch to the argument of the module's ``forward``, for passes over data outside Lightning's
@@ -94,8 +97,9 @@ class TrustMonitor(StageCore, CallbackBase):
             those of earlier epochs, and to give its figures to TensorBoard and CSV loggers.
         on_flag: Called on the main process with (trainer, stage, table of flagged samples).
         prefix: Prefix of the logged names; two monitors need different prefixes.
-        **old: Deprecated arguments: ``flag_fraction`` is ``flag_rate``, ``max_fit_per_class`` is ``max_per_class``;
-            ``threshold``, ``reasons``, ``min_margin`` and ``novel_distance`` apply while the head is not calibrated.
+        **old: Deprecated arguments: ``flag_fraction`` is ``flag_rate``; ``max_per_class`` and ``max_fit_per_class`` are
+            an option of ``fit``; ``threshold``, ``reasons``, ``min_margin`` and ``novel_distance`` apply while the head
+            is not calibrated.
     """
 
     def query(

@@ -100,8 +100,13 @@ def check_picklable(name: str, value: Any) -> None:
         ) from error
 
 
-# Deprecated arguments and what takes their place.
-_RENAMED = {"max_fit_per_class": "max_per_class", "flag_fraction": "flag_rate"}
+# Deprecated arguments, the setting that they are now, and what takes their place.
+_LIMIT = "fit={'max_per_class': ...} or, if fit= is a function, the attribute max_per_class of the monitor"
+_RENAMED = {
+    "flag_fraction": ("flag_rate", "flag_rate"),
+    "max_fit_per_class": ("max_per_class", _LIMIT),
+    "max_per_class": ("max_per_class", _LIMIT),
+}
 _UNCALIBRATED = ("threshold", "reasons", "min_margin", "novel_distance")
 _REMOVED = {
     "stages": "every stage is recorded",
@@ -120,11 +125,11 @@ def rename_old(old: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _RENAMED and name not in _UNCALIBRATED:
             raise TypeError(f"TrustMonitor got an unexpected argument {name!r}.")
         if name in _RENAMED:
-            text = f"{name} is deprecated; use {_RENAMED[name]}."
+            text = f"{name} is deprecated; use {_RENAMED[name][1]}."
         else:
             text = f"{name} is deprecated: it applies only while the head is not calibrated. Use flag_rate or risk."
         warnings.warn(text, DeprecationWarning, stacklevel=3)
-        found[_RENAMED.get(name, name)] = value
+        found[_RENAMED[name][0] if name in _RENAMED else name] = value
     return found
 
 
@@ -219,6 +224,12 @@ def check_fit(fit: Any) -> None:
                 f"fit has the unknown options {', '.join(map(repr, unknown))}; TrustHead.fit accepts "
                 f"{', '.join(map(repr, known))}."
             )
+
+
+def per_class_limit(fit: Any, default: int) -> int | None:
+    """Largest number of samples per class to fit to, from the options of ``TrustHead.fit``."""
+    limit = fit.get("max_per_class", "auto") if isinstance(fit, Mapping) else "auto"
+    return default if limit == "auto" else limit
 
 
 def check_prefix(prefix: Any) -> str:

@@ -40,6 +40,8 @@ from sepc_torch.training.trust_table import TrustTable
 
 # Number of labels in an error message.
 _NAMED = 5
+# Embeddings and logits that wait for the head: a call of a head takes 15 ms, however few rows it judges. 4 MiB.
+_WAITING_VALUES = 2**20
 
 
 class StageResult(NamedTuple):
@@ -122,15 +124,59 @@ def assessed_rows(
     return rows if target is None else {**rows, "target": target.cpu()}
 
 
-class Recorder:
-    """Collects the rows of one loader, batch by batch, on this process."""
+class Batch(NamedTuple):
+    """What a head needs of a batch: ids, embeddings, and logits and targets where they are known."""
 
-    def __init__(self) -> None:
+    ids: Ids
+    z: Float[Tensor, "B D"]
+    logits: Float[Tensor, "B L"] | None
+    target: Int[Tensor, "B"] | None
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Widths of the embeddings, the logits and the targets; batches with the same ones can be joined."""
+        return tuple(0 if column is None else column.shape[1:].numel() for column in (self.z, self.logits, self.target))
+
+    @property
+    def values(self) -> int:
+        """Number of values of the embeddings and the logits."""
+        return self.z.numel() + (0 if self.logits is None else self.logits.numel())
+
+
+class Recorder:
+    """Collects the rows of one loader on this process, and lets the head judge several batches at a time.
+
+    Args:
+        keep: Whether to keep embeddings and logits.
+    """
+
+    def __init__(self, keep: bool = False) -> None:
         self.parts: list[Rows] = []
         self.names: list[str] = []
+        self._keep = keep
+        self._waiting: list[Batch] = []
 
-    def add(self, ids: Ids, rows: Rows) -> None:
-        """Add the rows of a batch."""
+    def add(self, head: Head, batch: Batch, seen: Seen | None = None) -> None:
+        """Add a batch; the head judges when enough of them wait."""
+        if self._waiting and self._waiting[0].columns != batch.columns:
+            self.judge(head, seen)
+        self._waiting.append(batch)
+        if sum(each.values for each in self._waiting) >= _WAITING_VALUES:
+            self.judge(head, seen)
+
+    def judge(self, head: Head, seen: Seen | None = None) -> None:
+        """Let the head judge the batches that wait."""
+        if not self._waiting:
+            return
+        ids = [name for batch in self._waiting for name in batch.ids]
+        with torch.inference_mode(False), torch.no_grad():
+            z = torch.cat([batch.z for batch in self._waiting])
+            logits = _joined([batch.logits for batch in self._waiting])
+            target = _joined([batch.target for batch in self._waiting])
+            self._waiting = []
+            self._store(ids, assessed_rows(head, z, logits, target, keep=self._keep, seen=seen))
+
+    def _store(self, ids: Ids, rows: Rows) -> None:
         n = len(rows["trust"])
         if ids and isinstance(ids[0], str):
             self.names += [str(name) for name in ids]
@@ -161,6 +207,11 @@ class Recorder:
         return unique_rows(rows), names
 
 
+def _joined(columns: list[Any]) -> Any:
+    """The columns of batches that all have it, or None."""
+    return None if columns[0] is None else torch.cat(columns)
+
+
 class StageRecords:
     """Collects the rows of all loaders of a stage.
 
@@ -184,7 +235,7 @@ class StageRecords:
     def begin(self, loaders: Any) -> None:
         """Begin a stage over its loaders. If the batches carry no ids, the order of the loaders must be fixed."""
         found = loader_list(loaders)
-        self.recorders = [Recorder() for _ in found]
+        self.recorders = [Recorder(self.keep) for _ in found]
         self.positions = [] if self.functions.ids is not None else [positions_of(loader) for loader in found]
 
     def clear(self) -> None:
@@ -193,7 +244,7 @@ class StageRecords:
             capture.clear()
 
     def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int, seen: Seen | None = None) -> None:
-        """Evaluate the head on a batch that the module has just processed, and add its rows."""
+        """Add a batch that the module has just processed, for the head to judge."""
         n = batch_rows(batch)
         with torch.inference_mode(False), torch.no_grad():
             captured = read_all(self.captures, module, batch, n)
@@ -206,12 +257,18 @@ class StageRecords:
                 )
             self.has_network = "logits" in captured
             labels = batch_labels(batch, self.functions.labels)
-            target = labels if labels is not None and len(labels) == n else None
-            logits = captured.get("logits")
-            rows = assessed_rows(head, captured["emb"], logits, target, keep=self.keep, seen=seen)
+            # Copies, because a compiled module may write the next batch to the same memory.
+            target = labels.clone() if labels is not None and len(labels) == n else None
+            logits = checked_logits(head, captured["logits"]).clone() if self.has_network else None
+            z = captured["emb"].to(torch.float32, copy=True)
         ids = self.functions.ids
         names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids, n)
-        self.recorders[loader].add(names, rows)
+        self.recorders[loader].add(head, Batch(names, z, logits, target), seen)
+
+    def judge(self, head: Head, seen: Seen | None = None) -> None:
+        """Let the head judge all batches that wait."""
+        for recorder in self.recorders:
+            recorder.judge(head, seen)
 
     def finish(self, trainer: Any, head: Head, criteria: Criteria, halved: bool) -> list[StageResult]:
         """Results of the stage, one per loader, equal on every process.

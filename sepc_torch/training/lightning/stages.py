@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from sepc_torch.model.sepc import SEPC
-from sepc_torch.training.assessment import is_calibrated, logged_names, no_numbers, pool_numbers
+from sepc_torch.training.assessment import Seen, is_calibrated, logged_names, no_numbers, pool_numbers
 from sepc_torch.training.lightning.core import MonitorCore
 from sepc_torch.training.lightning.pooling import has_pool
 from sepc_torch.training.lightning.settings import MisconfigurationException
@@ -54,6 +54,8 @@ class StageCore(MonitorCore):
         """Refit and calibrate before the first batch, as the schedule decides."""
         plan, step = self._schedule, int(trainer.global_step)
         fitting, first = trainer.state.fn == "fit", self.head is None
+        if fitting and plan.waits(trainer):
+            return
         if fitting and (first or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch):
             self._maybe_refit(trainer, module, first=first)
         refitted = plan.tried_step == step
@@ -64,14 +66,18 @@ class StageCore(MonitorCore):
             self._calibrate(trainer, module)
 
     def _judge(self, trainer: Any, module: Any, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
-        """Evaluate the head on a batch and record its rows."""
+        """Record a batch for the head."""
         if self.head is None or trainer.sanity_checking or not self._schedule.assessing:
             self._records.clear()
             return
         self._expect_classes()
-        seen = None if self._stream is None else self._stream.add
         with trainer.precision_plugin.forward_context():  # for embed= and logits= functions that run the module
-            self._records.add(self._head_state.on(module.device), module, batch, batch_idx, loader, seen)
+            self._records.add(self._head_state.on(module.device), module, batch, batch_idx, loader, self._seen)
+
+    @property
+    def _seen(self) -> Seen | None:
+        """Where the head's predictions of a stage go, besides the tables."""
+        return None if self._stream is None else self._stream.add
 
     def _conclude(self, trainer: Any, module: Any, stage: str) -> dict[str, float]:
         """Publish the results of a stage and return the numbers to log, always under the same names.
@@ -83,6 +89,8 @@ class StageCore(MonitorCore):
             return {}
         if not self._schedule.assessing:
             return {"cost": self.cost.share()}
+        if self.head is not None:
+            self._records.judge(self._head_state.on(module.device), self._seen)
         if self._stream is not None:
             self.drift = self._stream.report(trainer)
         numbers: dict[str, float] = {}
