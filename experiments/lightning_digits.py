@@ -64,11 +64,11 @@ def costs(epochs: int, seed: int) -> dict[str, Any]:
     """Medians over repeated runs: CPU seconds without and with the monitor, the share that the monitor says it took."""
     found = []
     for _ in range(REPEATS):
-        assessed: list[str] = []
-        monitor = TrustMonitor("backbone", on_flag=lambda _trainer, stage, _table, said=assessed: said.append(stage))
+        stages: list[tuple[Any, ...]] = []
+        monitor = TrustMonitor("backbone", on_flag=lambda *stage, seen=stages: seen.append(stage))
         _, alone = fit(epochs, seed)
         _, together = fit(epochs, seed, monitor)
-        found.append((alone, together, monitor.cost.share(), monitor.cost.spent, len(assessed)))
+        found.append((alone, together, monitor.cost.share(), monitor.cost.spent, len(stages)))
     names = ("cpu_seconds", "cpu_seconds_with_monitor", "share", "seconds", "assessed")
     medians = {name: median(values) for name, values in zip(names, zip(*found, strict=True), strict=True)}
     print(f"{epochs} epochs: {', '.join(f'{name} {value:.2f}' for name, value in medians.items())}", flush=True)

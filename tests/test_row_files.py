@@ -170,7 +170,7 @@ def test_numbers_are_parsed_as_python_does(other: str | None, missing: tuple[str
 @pytest.mark.parametrize("at_a_time", [1, 3, 1000])
 def test_columns_parsed_together_are_those_parsed_alone(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
     monkeypatch.setattr(columns, "_CELLS", 3 * at_a_time)
-    texts = [["1", "2", ""], ["x", "1", "2"], ["3", None, " 4"], ["5", "inf", "6"], ["7", "8", "9"]]
+    texts: list[list[Any]] = [["1", "2", ""], ["x", "1", "2"], ["3", None, " 4"], ["5", "inf", "6"], ["7", "8", "9"]]
     table = [pa.chunked_array([row[:1], row[1:]], pa.string()) for row in texts]
     table.insert(2, pa.chunked_array([[1.5, None, 2.5]]))
     table.insert(4, pa.chunked_array([["1", "NA", "2"]], pa.large_string()))

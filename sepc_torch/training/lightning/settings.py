@@ -226,8 +226,8 @@ def check_fit(fit: Any) -> None:
             )
 
 
-def per_class_limit(fit: Any, default: int) -> int | None:
-    """Largest number of samples per class to fit to, from the options of ``TrustHead.fit``."""
+def per_class_limit(fit: Any, default: int) -> Any:
+    """Largest number of samples per class to fit to, from the options of ``TrustHead.fit``; not checked."""
     limit = fit.get("max_per_class", "auto") if isinstance(fit, Mapping) else "auto"
     return default if limit == "auto" else limit
 

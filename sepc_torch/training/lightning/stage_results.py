@@ -168,7 +168,7 @@ class Recorder:
         """Let the head judge the batches that wait."""
         if not self._waiting:
             return
-        ids = [name for batch in self._waiting for name in batch.ids]
+        ids: Any = [name for batch in self._waiting for name in batch.ids]
         with torch.inference_mode(False), torch.no_grad():
             z = torch.cat([batch.z for batch in self._waiting])
             logits = _joined([batch.logits for batch in self._waiting])
