@@ -288,7 +288,7 @@ def monitor_cost() -> str:
         for r in results["cost"]
     ]
     header = ["epochs", "CPU time alone", "with the monitor", "assessed validations", "time of the monitor", "share"]
-    text = "A small CNN on digits, one core, medians of five runs"
+    text = "A small CNN on digits on one core: the least CPU time of five runs, medians of what the monitor says"
     return f"{text}:\n\n{table(header, rows)}"
 
 
