@@ -35,7 +35,7 @@ from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEl
 from sepc_torch.partitioning.cells import ledger
 from sepc_torch.partitioning.record import Partition, PartitionHyperplane, Rest, UncountedEllipsoid
 from sepc_torch.partitioning.steps import Separation
-from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, canonical_order, run_all
+from sepc_torch.partitioning.tasks import ClassTask, PairTask, Task, canonical_order, in_columns, run_all
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers import NATIVE
 from sepc_torch.solvers.affine_hull import affine_hull, stretched
@@ -180,7 +180,8 @@ def separate_classes(
     rows = _sample(order, data.codes, made["max_per_class"])
     if not paper:
         rows = _shuffled(data.points, rows)
-    standard = data.points[rows]
+    # The classes of "whole" are tested against all points, which is several times faster feature by feature.
+    standard = data.points[rows] if paper else in_columns(data.points, rows)
     standard -= mean
     standard /= unit
     parameters = {

@@ -30,8 +30,6 @@ _COINCIDENT = 1e-7
 # A direction leads away from at most twice as many points as are covered, but at least this many if there are more:
 # more points would hardly change the direction.
 _ENOUGH_INTRUDERS = 512
-# Squared distance of the points that count as inside a ball.
-_BALL_LEVEL = (1.0 + SURFACE_TOLERANCE) ** 2
 
 
 class Piece(NamedTuple):
@@ -251,12 +249,12 @@ class Steps:
     ) -> list[Piece]:
         """One ball for each distinct location of the isolated points ``rows``."""
         places, place = np.unique(points[rows], axis=0, return_inverse=True)
+        near = others.near_any(places, self.floor * (1.0 + SURFACE_TOLERANCE))
         pieces = []
         for i in range(len(places)):
             ball = Ellipsoid.ball(places[i], self.floor)
             # Points of both sets at one location cannot be separated: a ball that holds too many others is terminal.
-            near = others.near(ball.center, ball.whitener, _BALL_LEVEL)
-            impure = sum(int(np.count_nonzero(ball.contains(block))) for block in near) > self.max_impure
+            impure = int(np.count_nonzero(ball.contains(near))) > self.max_impure
             members = rows[place.ravel() == i]
             kind = Kind.TERMINAL if impure else Kind.ISOLATED
             pieces.append(Piece(side, kind, iteration, ball, members, members[:1]))

@@ -21,9 +21,15 @@ from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers.other_points import OtherPoints
 
+# Rows copied at a time.
+_ROWS_AT_ONCE = 2**12
+
 
 class ClassTask(NamedTuple):
-    """Cover the class in the rows with ``codes`` equal to ``code``, and leave the other rows as they are."""
+    """Cover the class in the rows with ``codes`` equal to ``code``, and leave the other rows as they are.
+
+    The run is fastest if ``points`` is in Fortran order (:func:`in_columns`).
+    """
 
     points: Float[Array, "N D"]
     codes: Int[Array, "N"]
@@ -41,10 +47,10 @@ class ClassTask(NamedTuple):
         return (rows[canonical_order(self.points[rows])],)
 
     def run(self, tick: Callable[[int], None] | None = None) -> Separation:
-        """Run the task."""
+        """Run the task; the caller limits BLAS to one thread."""
+        own = np.ascontiguousarray(self.points[self.sides()[0]])
         others = OtherPoints(self.points, self.codes, self.code)
-        with one_thread():
-            return ClassSeparator(**self.parameters, tick=tick).separate(self.points[self.sides()[0]], others)
+        return ClassSeparator(**self.parameters, tick=tick).separate(own, others)
 
 
 class PairTask(NamedTuple):
@@ -70,12 +76,10 @@ class PairTask(NamedTuple):
         return np.flatnonzero(own), np.flatnonzero(~own)
 
     def run(self, tick: Callable[[int], None] | None = None) -> Separation:
-        """Run the task."""
+        """Run the task; the caller limits BLAS to one thread."""
         first, second = self.sides()
-        with one_thread():
-            return Separator(**self.parameters, keep=self.keep, tick=tick).separate(
-                self.points[first], self.points[second]
-            )
+        separator = Separator(**self.parameters, keep=self.keep, tick=tick)
+        return separator.separate(self.points[first], self.points[second])
 
 
 Task = ClassTask | PairTask
@@ -94,9 +98,10 @@ def run_all(tasks: Sequence[Task], n_jobs: int | None, progress: Choice) -> list
         parallel = joblib.Parallel(n_jobs=n_jobs, return_as=way)
         if len(tasks) == 1 or parallel.n_jobs == 1:
             done = []
-            for task in tasks:
-                done.append(task.run(bar.advance))
-                bar.finish_part()
+            with one_thread():  # once: looking for the libraries takes as long as a small class
+                for task in tasks:
+                    done.append(task.run(bar.advance))
+                    bar.finish_part()
             return done
         # The largest classes first: a large class that starts last would keep one process busy alone.
         order = sorted(range(len(tasks)), key=lambda i: -sizes[i])
@@ -137,7 +142,8 @@ def _ray_calls(tasks: Sequence[Task]) -> list[Any]:
 
 def separate(kind: type[Task], *fields: Any) -> Separation:
     """Run the task with the given fields; a function of its own, so that every backend can send it."""
-    return kind(*fields).run()
+    with one_thread():
+        return kind(*fields).run()
 
 
 def separate_stored(kind: type[Task], *fields: Any) -> Separation:
@@ -164,3 +170,15 @@ def canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"] | None =
     last = () if codes is None else (codes[among],)
     order[tied] = among[np.lexsort((*last, *points[among].T[::-1]))]
     return order
+
+
+def in_columns(points: Float[Array, "N D"], rows: Int[Array, "n"]) -> Float[Array, "n D"]:
+    """The given rows in Fortran order, copied in blocks: a transposed copy at once would take twice the memory.
+
+    >>> in_columns(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([1, 0])).tolist()
+    [[3.0, 4.0], [1.0, 2.0]]
+    """
+    copied = np.empty((len(rows), points.shape[1]), order="F")
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        copied[start : start + _ROWS_AT_ONCE] = points[rows[start : start + _ROWS_AT_ONCE]]
+    return copied

@@ -6,30 +6,39 @@ directions show it. For orthonormal rows :math:`U`,
 .. math:: \|U F (z - c)\| \le \|F (z - c)\|,
 
 so a point whose few coordinates :math:`U F (z - c)` are already too long lies outside. The rows of :math:`U` are the
-directions in which the ellipsoid is thinnest. The screening only removes points that the full test would reject, so
-the result of a query is the same with and without it.
+directions in which the points lie farthest from the centre, measured by the ellipsoid: the eigenvectors of
+:math:`F M F^\top` with the largest eigenvalues, where :math:`M` is the second moment of a sample of the points about
+:math:`c`. All points meet the first two directions, and those that pass meet more. The screening only removes points
+that the full test would reject, so the result of a query is the same with and without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
-from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.shapes import Array, Bool, Float, Int
 
 # Rows screened at a time, so that a block stays in the cache.
 _BLOCK_ROWS = 4096
-# Number of directions: half of the dimensions, but at least this many. Fewer leave more points to the full test.
+# Directions that all points meet. A pass reads every point whatever their number; two remove about 84 % in 16
+# dimensions.
+_FIRST_DIRECTIONS = 2
+# Number of all directions: half of the dimensions, but at least this many. Fewer leave more points to the full test.
 _LEAST_DIRECTIONS = 4
 # A point is removed only if it exceeds the level by this share, far above the rounding error of its coordinates.
 _MARGIN = 1e-6
+# Rounding error of a coordinate along a unit vector, as a share of the largest one; far above that of float64.
+_ROUNDING = 1e-12
 
 
 class OtherPoints:
     """The rows of ``points`` whose class is not ``code``; all rows if there are no ``codes``.
 
-    The array is not copied, so processes that share its memory share the points.
+    The array is not copied, so processes that share its memory share the points. A query reads it several times faster
+    if it is in Fortran order, one feature after another.
 
     >>> others = OtherPoints(np.array([[0.0], [1.0], [5.0]]), np.array([0, 1, 1]), 0)
     >>> len(others), [block.tolist() for block in others.near(np.zeros(1), np.eye(1), level=4.0)]
@@ -45,7 +54,7 @@ class OtherPoints:
 
     def all(self) -> Float[Array, "M D"]:
         """All points, as one array."""
-        return self._points if self._codes is None else self._points[self._codes != self._code]
+        return self._points if self._codes is None else np.ascontiguousarray(self._points[self._codes != self._code])
 
     def near(
         self, center: Float[Array, "D"], factor: Float[Array, "R D"], level: float
@@ -57,17 +66,58 @@ class OtherPoints:
         if len(self) <= _BLOCK_ROWS:  # one block: choosing the directions would cost as much as the full test
             yield self.all()
             return
-        count = max(_LEAST_DIRECTIONS, factor.shape[1] // 2)
-        rows = factor
-        if count < len(factor):
-            # Any orthonormal rows give a valid bound, so the accuracy of the eigenvectors does not matter.
-            rows = np.linalg.eigh(factor @ factor.T)[1][:, -count:].T @ factor
-        limit, shift = level * (1.0 + _MARGIN), rows @ center
+        mean, covariance = self._moments
+        offset = factor @ (mean - center)
+        # Any orthonormal rows give a valid bound, so the accuracy of the eigenvectors does not matter.
+        _, basis = np.linalg.eigh(factor @ covariance @ factor.T + np.outer(offset, offset))
+        rows = basis[:, : -1 - max(_LEAST_DIRECTIONS, factor.shape[1] // 2) : -1].T @ factor
+        limit, shift = level * (1.0 + _MARGIN), (rows @ center)[:, None]
+        first, further = slice(_FIRST_DIRECTIONS), slice(_FIRST_DIRECTIONS, None)
+        for columns, other in self._blocks():
+            squares = _squares(rows[first], columns, shift[first])
+            kept = np.flatnonzero((squares <= limit) & other)
+            squares = squares[kept] + _squares(rows[further], columns[:, kept], shift[further])
+            yield np.ascontiguousarray(columns[:, kept[squares <= limit]].T)
+
+    def near_any(self, centers: Float[Array, "m D"], radius: float) -> Float[Array, "q D"]:
+        """The points within ``radius`` of one of the centres, possibly with others among them, in the order of rows.
+
+        >>> points = np.arange(10_000.0)[:, None]
+        >>> OtherPoints(points).near_any(np.array([[3.0], [7.5]]), 0.6).tolist()
+        [[3.0], [7.0], [8.0]]
+        """
+        if len(self) <= _BLOCK_ROWS:
+            return self.all()
+        # All centres share one pass: along a unit vector, a point is at least as near to a centre as in space.
+        direction = np.linalg.eigh(self._moments[1])[1][:, -1]
+        places = np.append(np.sort(centers @ direction), np.inf)
+        found = []
+        for columns, other in self._blocks():
+            values = direction @ columns
+            reach = radius * (1.0 + _MARGIN) + _ROUNDING * float(np.abs(values).max())
+            kept = np.flatnonzero((places[np.searchsorted(places, values - reach)] <= values + reach) & other)
+            found.append(columns[:, kept].T)
+        return np.concatenate(found)
+
+    @cached_property
+    def _moments(self) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
+        """Mean and covariance of a sample of all points, one block large."""
+        sample = np.ascontiguousarray(self._points[:: -(-len(self._points) // _BLOCK_ROWS)])
+        mean = sample.mean(axis=0)
+        sample -= mean
+        return mean, sample.T @ sample / len(sample)
+
+    def _blocks(self) -> Iterator[tuple[Float[Array, "D B"], Bool[Array, "B"] | bool]]:
+        """Blocks of all points, one point in each column, and which of them are of other classes."""
         for start in range(0, len(self._points), _BLOCK_ROWS):
-            block = self._points[start : start + _BLOCK_ROWS]
-            v = block @ rows.T
-            v -= shift
-            kept = np.einsum("ij,ij->i", v, v) <= limit
-            if self._codes is not None:
-                kept &= self._codes[start : start + _BLOCK_ROWS] != self._code
-            yield block[kept]
+            rows = slice(start, start + _BLOCK_ROWS)
+            yield self._points[rows].T, self._codes is None or self._codes[rows] != self._code
+
+
+def _squares(rows: Float[Array, "k D"], columns: Float[Array, "D B"], shift: Float[Array, "k 1"]) -> Float[Array, "B"]:
+    """Squared norms of the columns of ``rows @ columns - shift``."""
+    v = rows @ columns
+    v -= shift
+    v *= v
+    squares: Array = v.sum(axis=0)
+    return squares
