@@ -169,6 +169,29 @@ def whitened_norms(
     return np.sqrt(squares)
 
 
+def column_norms(
+    columns: Float[Array, "D B"], center: Float[Array, "D"], whitener: Float[Array, "D D"]
+) -> Float[Array, "B"]:
+    r"""The norms :math:`\|W (z - c)\|` of the points in the columns: :func:`whitened_norms` up to rounding, but faster.
+
+    Operations along a row of many points are several times faster than along the few features of one point. A ball in
+    standardised features has a diagonal whitener and needs no matrix product.
+
+    >>> import numpy as np
+    >>> column_norms(np.array([[3.0, 0.0], [4.0, 1.0]]), np.zeros(2), np.diag([1.0, 2.0]))
+    array([8.54400375, 2.        ])
+    """
+    diagonal = np.diagonal(whitener)
+    is_diagonal = np.count_nonzero(whitener) == np.count_nonzero(diagonal)
+    squares = np.empty(columns.shape[1])
+    for start in range(0, len(squares), _BLOCK_ROWS):
+        v = columns[:, start : start + _BLOCK_ROWS] - center[:, None]
+        v = np.multiply(v, diagonal[:, None], out=v) if is_diagonal else whitener @ v
+        v *= v
+        v.sum(axis=0, out=squares[start : start + _BLOCK_ROWS])
+    return np.sqrt(squares, out=squares)
+
+
 def triangular_whitener(factor: Float[Array, "R D"]) -> Float[Array, "D D"]:
     r"""The upper triangular :math:`W` with positive diagonal and :math:`W^\top W = F^\top F`.
 

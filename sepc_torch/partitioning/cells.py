@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
+from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, column_norms
 from sepc_torch.partitioning import workers
 from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Bool, Float, Int
@@ -159,7 +159,7 @@ def ledger(
 
     Args:
         ellipsoids: The K ellipsoids.
-        points: The training points, sorted by class.
+        points: The training points, sorted by class. NumPy copies them if they are not in Fortran order.
         codes: The class of each training point, from 0 to ``classes`` - 1, ascending.
         classes: Number of classes C. Each has at least one training point.
         device: Torch device that computes the distances in float64; by default NumPy does.
@@ -180,7 +180,7 @@ def ledger(
     bounds = np.concatenate([[0], np.cumsum(totals)])
     places = bounds[grid_classes] + grid_counts - 1
     if device is None:
-        found = _measure_in_blocks(ellipsoids, points, bounds, places, n_jobs)
+        found = _measure_in_blocks(ellipsoids, np.asfortranarray(points), bounds, places, n_jobs)
     else:
         found = _measure_on(device, ellipsoids, points, codes, places)
     return Ledger(*_cells(found.rows, codes, classes), grid_classes, grid_counts, *found[1:])
@@ -238,7 +238,7 @@ def _measure(
 
     Args:
         ellipsoids: The ellipsoids.
-        points: The training points, sorted by class.
+        points: The training points, sorted by class, in Fortran order.
         bounds: First row of each class, and the number of rows.
         places: Row of each grid point, if the rows of a class are sorted by distance.
     """
@@ -248,7 +248,7 @@ def _measure(
     step_distances, tail_distances = np.empty((len(ellipsoids), kept)), np.empty((len(ellipsoids), levels))
     with one_thread():
         for k, ellipsoid in enumerate(ellipsoids):
-            distance = ellipsoid.distance(points)
+            distance = column_norms(points.T, ellipsoid.center, ellipsoid.whitener)
             rows.append(np.flatnonzero(distance <= 1.0 + SURFACE_TOLERANCE).astype(np.int32))
             # Sorting each class in place is 20 times faster than sorting by (class, distance): 11 ms instead of 0.2 s
             # for 1.3 million points of 1000 classes.

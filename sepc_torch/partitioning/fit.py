@@ -237,7 +237,8 @@ def count_partition(
     order = canonical_order(data.points, data.codes)  # distances are then bit-identical for every order of the rows
     order = order[np.argsort(data.codes[order], kind="stable")]
     ellipsoids = [piece.ellipsoid for piece in pieces]
-    found = ledger(ellipsoids, data.points[order], data.codes[order], len(labels), device, n_jobs)
+    points = in_columns(data.points, order) if device is None else data.points[order]
+    found = ledger(ellipsoids, points, data.codes[order], len(labels), device, n_jobs)
     return Partition(
         ellipsoids=tuple(p.with_counts(labels[p.code], counts) for p, counts in zip(pieces, found.held, strict=True)),
         hyperplanes=(),
