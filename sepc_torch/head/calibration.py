@@ -25,11 +25,22 @@ from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support
 from sepc_torch.head.label_calibration import LabelCalibration
 from sepc_torch.head.strangeness import MIN_TAIL_POINTS
 from sepc_torch.head.temperature import fit_temperature
-from sepc_torch.model.precision import as_dtype
+from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Bool, Float, Int
 
 # Bound of the temperature and of its inverse: labels without a mistake would drive the temperature to zero.
 _MAX_TEMPERATURE = 20.0
+
+
+_narrow = torch_ops.opaque(
+    "narrow(Tensor columns) -> Tensor",
+    lambda columns: columns.float(),
+    lambda columns: torch.empty_like(columns, dtype=torch.float32),
+)
+
+
+def _in_dtype(columns: Float[Tensor, "n B"], dtype: torch.dtype) -> Float[Tensor, "n B"]:
+    return _narrow(columns) if dtype == torch.float32 else columns.to(dtype)
 
 
 class Calibrated(NamedTuple):
@@ -146,9 +157,9 @@ class Calibration(nn.Module):
         if not self.done:
             return self._uncalibrated(measured, label, invalid, logits, dtype)
         if labels.done and (logits is not None or own):
-            least = labels.least_score(label.clamp_min(0), region, group)
+            least = labels.least_score(label, region, group)
             columns, accept = assess(measured, logits, label, invalid, least, labels.tables())
-            confidence, p_value, class_p_value, nonconformity, joint = as_dtype(columns, dtype).unbind()
+            confidence, p_value, class_p_value, nonconformity, joint = _in_dtype(columns, dtype).unbind()
             return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
         # Labels without a calibration: p-values are those of the point alone.
         nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)

@@ -98,7 +98,7 @@ class RegionDensities(nn.Module):
             regions = list(self.by_class)
             return _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
         origin, offsets, whiteners = self.wide
-        distance = torch_ops.distances(points.double() - origin, offsets, whiteners)
+        distance = torch_ops.distances(torch_ops.relative(points.double(), origin), offsets, whiteners)
         tables = self.by_class.log_weight, self.by_class.freedom, self.codes
         return _log_densities(distance, *tables, self.bank.dim, self.classes)
 

@@ -15,22 +15,19 @@ from sepc_torch.head.calibration import Calibrated, Calibration
 from sepc_torch.head.evidence import Evidence
 from sepc_torch.head.graphed import GraphedHead
 from sepc_torch.head.judge import GPU_ROWS, forward_in_pieces, group_indices, judge_rows
+from sepc_torch.head.network_labels import flagged, network_labels, without_missing
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Projection
 from sepc_torch.head.promise import Promise
 from sepc_torch.head.training_set import KeptTrainingSet
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
-from sepc_torch.model.device_sync import all_finite, can_synchronize, warm_up
+from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.precision import as_dtype
-from sepc_torch.model.prediction import Prediction
-from sepc_torch.model.queries import (
-    check_logits,
-    points_as_tensor,
-    refuse_rows_without_prediction,
-    rows_without_prediction,
-)
+from sepc_torch.model.queries import check_logits, points_as_tensor, refuse_rows_without_prediction
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.shapes import Array, Bool, Float, Int
+
+_REMEDY = "Drop those rows, or fit the head with nan_policy='flag', which gives them the label -1."
 
 
 class HeadModule(nn.Module):
@@ -91,7 +88,7 @@ class HeadModule(nn.Module):
         """
         if logits is not None and labels is not None:
             raise ValueError("Pass logits or labels, not both: each gives the network's prediction.")
-        if isinstance(z, Tensor) and z.is_cuda and z.dim() == 2 and len(z) > GPU_ROWS and can_synchronize(z):
+        if isinstance(z, Tensor) and z.is_cuda and z.dim() == 2 and can_synchronize(z) and len(z) > GPU_ROWS:
             return forward_in_pieces(self, z, logits, labels, groups)
         if isinstance(z, Tensor):
             z = as_dtype(z, self.projection.shift.dtype)  # the same answer for every dtype of the input
@@ -100,25 +97,16 @@ class HeadModule(nn.Module):
             own, given = self.sepc.judge(points, labels)
         else:
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
-            # argmax returns a valid class index even for rows with NaN; these rows are masked below.
-            own, given = self.sepc.judge(points, logits.argmax(dim=1), checked=True)
-            if not all_finite(logits):
-                given = self._without_missing(given, rows_without_prediction(logits))
+            label, missing = network_labels(logits)
+            own, given = self.sepc.judge(points, label, checked=True)
+            if missing is not None:
+                if self.sepc.nan_policy == "raise" and can_synchronize(missing):
+                    refuse_rows_without_prediction(missing, _REMEDY)
+                given = without_missing(given, missing)
         places = own.nearest, groups
-        calibrated = self._calibrated(z, given.label, own.label < 0, logits, places, logits is None and labels is None)
+        invalid = flagged(own.label)
+        calibrated = self._calibrated(z, given.label, invalid, logits, places, logits is None and labels is None)
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
-
-    def _without_missing(self, given: Prediction, missing: Bool[Tensor, "B"]) -> Prediction:
-        """Flag the rows whose logits define no class, or raise an error for them."""
-        if self.sepc.nan_policy == "raise" and can_synchronize(missing):
-            refuse_rows_without_prediction(
-                missing, "Drop those rows, or fit the head with nan_policy='flag', which gives them the label -1."
-            )
-        return given._replace(
-            label=torch.where(missing, -1, given.label),
-            trust=torch.where(missing, 0.0, given.trust),
-            margin=torch.where(missing, torch.nan, given.margin),
-        )
 
     def _calibrated(
         self,

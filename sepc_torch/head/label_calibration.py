@@ -248,7 +248,7 @@ class LabelCalibration(nn.Module):
     ) -> Float[Tensor, "B"] | Float[Tensor, ""]:
         """Return the least accepted joint score of points, by label, nearest ellipsoid or given group if these apply.
 
-        A group without a threshold, such as -1, accepts nothing.
+        A group without a threshold, such as -1, accepts nothing. For a row without a label, -1, any score is returned.
         """
         if (group is None) == (len(self.group_threshold) > 0):
             raise ValueError(
@@ -258,7 +258,7 @@ class LabelCalibration(nn.Module):
             )
         least = self.threshold.double()
         if len(self.class_threshold):
-            least = self.class_threshold.double()[label]
+            least = self.class_threshold.double()[label.clamp_min(0)]
         if len(self.region_threshold):
             assert region is not None
             least = self.region_threshold.double()[region.clamp_min(0)]

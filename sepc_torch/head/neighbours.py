@@ -109,7 +109,7 @@ class Neighbours(nn.Module):
         """Return the distance to the nearest reference point of each class, and the index of that point."""
         dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
         within = torch.float64 if self.far_apart else dtype
-        offset = as_dtype(z.detach(), within) - as_dtype(self.origin, within)
+        offset = torch_ops.relative(as_dtype(z.detach(), within), as_dtype(self.origin, within))
         points, half_squares = as_dtype(self.offsets, within), as_dtype(self.half_squares, within)
         tables = self.tables if within == torch.float32 else []
         layout = self.ends, self.slots, self.columns, self.shapes, tables

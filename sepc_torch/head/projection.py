@@ -18,6 +18,7 @@ from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.kernels.tables import Affine, linear_tables
 from sepc_torch.head.moments import EmbeddingMoments
+from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32
 from sepc_torch.shapes import Array, Float, Int
 
@@ -70,7 +71,8 @@ class Projection(nn.Module):
 
     def _derive(self) -> None:
         """Convert the map to float64, and lay out the tables of the CUDA kernel; none where it cannot run."""
-        self.wide = self.shift.double(), self.matrix.double().T
+        least = None if self.least_length is None else self.least_length.double()
+        self.wide = self.shift.double(), self.matrix.double().T, least
         self.tables: list[Tensor] = []
         if supported(self.shift):
             self.tables = list(linear_tables([(0, self.affine())], self.in_features, self.least()))
@@ -102,37 +104,17 @@ class Projection(nn.Module):
         if self.tables and isinstance(x, Tensor) and fits(x, self.tables):
             self._check(x)
             return coordinates(x, self.tables, [len(self.matrix)], [])[0]
-        return (self._centred(x) @ self.wide[1]).to(self._dtype(x))
+        return self._project(x, squares=False)[0]
 
     def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
         r"""Project a batch of embeddings (B, D), and return also :math:`\|\bar x - m\|^2`; both in float64."""
-        centred = self._centred(x)
-        return centred @ self.wide[1], centred.square().sum(dim=1)
+        coordinates, square = self._project(x, squares=True)
+        return coordinates, square
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
-        """The wider of the dtypes of the embeddings and of the module."""
-        return x.dtype if x.dtype == self.shift.dtype else torch.promote_types(x.dtype, self.shift.dtype)
-
-    def _centred(self, x: Tensor) -> Float[Tensor, "B E"]:
-        """Check the embeddings, normalise and centre them, in float64."""
+    def _project(self, x: Tensor, *, squares: bool) -> list[Tensor]:
         self._check(x)
-        # Beyond this length the squares of other computations overflow in the dtype of the embeddings.
-        longest = torch.finfo(self._dtype(x)).max ** 0.5
-        x = x.double()
-        if self.unit_length:
-            # A zero embedding has no direction. NaN marks the row (zero divided by zero); zeros would be taken for the
-            # mean. A row whose length overflows would become zeros and is marked too.
-            length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
-            if x.requires_grad and torch.is_grad_enabled():  # no gradient reaches a marked row
-                x = torch.where((length > 0) & (length <= longest), x, torch.nan)
-                length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-            length = torch.where(length <= longest, length, torch.nan)
-            if self.least_length is None:
-                x = x / length
-            else:
-                length = length.clamp_min(self.least_length.double())
-                x = torch.cat([x / length, length.log()], dim=1)
-        return x - self.wide[0]
+        narrow = torch.promote_types(x.dtype, self.shift.dtype) == torch.float32
+        return _project(x, *self.wide, self.unit_length, narrow, squares)
 
     def _check(self, x: Tensor) -> None:
         """Refuse anything but a tensor (B, D)."""
@@ -154,6 +136,58 @@ class Projection(nn.Module):
 
 def _after_loading(module: Projection, _keys: Any) -> None:
     module._derive()
+
+
+def _coordinates(
+    x: Tensor, shift: Tensor, matrix: Tensor, least: Tensor | None, unit_length: bool, narrow: bool, squares: bool
+) -> list[Tensor]:
+    """Project embeddings in float64.
+
+    Args:
+        x: The embeddings (B, D).
+        shift: The centre.
+        matrix: The transposed matrix.
+        least: The least length, or None.
+        unit_length: See :class:`Projection`.
+        narrow: Whether embeddings and results are in float32; otherwise in float64.
+        squares: Whether to return the squared length of the centred features too, and all in float64.
+    """
+    x = x.double()
+    if unit_length:
+        # Beyond this length the squares of other computations overflow in the dtype of the embeddings.
+        longest = torch.finfo(torch.float32 if narrow else torch.float64).max ** 0.5
+        # A zero embedding has no direction. NaN marks the row (zero divided by zero); zeros would be taken for the
+        # mean. A row whose length overflows would become zeros and is marked too.
+        length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
+        if x.requires_grad and torch.is_grad_enabled():  # no gradient reaches a marked row
+            valid = (length <= longest) if least is not None else (length > 0) & (length <= longest)
+            x = torch.where(valid, x, torch.nan)
+            length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        length = torch.where(length <= longest, length, torch.nan)
+        if least is None:
+            x = x / length
+        else:
+            length = length.clamp_min(least)
+            x = torch.cat([x / length, length.log()], dim=1)
+    centred = x - shift
+    found = centred @ matrix
+    return [found, centred.square().sum(dim=1)] if squares else [found.float() if narrow else found]
+
+
+def _coordinate_shapes(
+    x: Tensor, _shift: Tensor, matrix: Tensor, _least: Tensor | None, _unit: bool, narrow: bool, squares: bool
+) -> list[Tensor]:
+    dtype = torch.float32 if narrow and not squares else torch.float64
+    found = x.new_empty(x.shape[0], matrix.shape[1], dtype=dtype)
+    return [found, x.new_empty(x.shape[0], dtype=dtype)] if squares else [found]
+
+
+_project = torch_ops.opaque(
+    "project(Tensor x, Tensor shift, Tensor matrix, Tensor? least, bool unit_length, bool narrow, bool squares) "
+    "-> Tensor[]",
+    _coordinates,
+    _coordinate_shapes,
+)
 
 
 def fit_projection(

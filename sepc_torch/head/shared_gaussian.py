@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.head.densities import ClassSpread
+from sepc_torch.model import torch_ops
 from sepc_torch.shapes import Array, Float
 
 # Least variance of the directions outside, as a share of the mean variance of all directions: where training embeddings
@@ -64,8 +65,8 @@ class SharedGaussian(nn.Module):
     def _derive(self) -> None:
         """Convert the buffers to float64, and compute minus half of the squared lengths of the means."""
         means = self.means.double()
-        self.wide = self.whitener.double().T, means, -means.square().sum(dim=1) / 2
-        self.scales = self.deviations.double(), self.outside.double()
+        lengths = -means.square().sum(dim=1) / 2
+        self.wide = [self.whitener.double().T, means, lengths, self.deviations.double(), self.outside.double()]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SharedGaussian:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -80,14 +81,25 @@ class SharedGaussian(nn.Module):
             coordinates: The coordinates, scaled to unit variance.
             square: Squared length of all features relative to their mean, of which the coordinates cover a part.
         """
-        (whitener, means, half_squares), (deviations, outside) = self.wide, self.scales
-        coordinates = coordinates.double()
-        white = coordinates @ whitener
-        # The nearest mean by a product, then its distance from differences, which keeps the digits of short ones.
-        near = torch.addmm(half_squares, white, means.T).argmax(dim=1)
-        inside = (white - means.index_select(0, near)).square().sum(dim=1)
-        rest = square.double() - (coordinates * deviations).square().sum(dim=1)
-        return inside + rest.clamp_min(0.0) / outside
+        return _squared_distance(coordinates, square, self.wide)
+
+
+def _squares(coordinates: Float[Tensor, "B R"], square: Float[Tensor, "B"], tables: list[Tensor]) -> Float[Tensor, "B"]:
+    whitener, means, half_squares, deviations, outside = tables
+    coordinates = coordinates.double()
+    white = coordinates @ whitener
+    # The nearest mean by a product, then its distance from differences, which keeps the digits of short ones.
+    near = torch.addmm(half_squares, white, means.T).argmax(dim=1)
+    inside = (white - means.index_select(0, near)).square().sum(dim=1)
+    rest = square.double() - (coordinates * deviations).square().sum(dim=1)
+    return inside + rest.clamp_min(0.0) / outside
+
+
+_squared_distance = torch_ops.opaque(
+    "squared_distance(Tensor coordinates, Tensor square, Tensor[] tables) -> Tensor",
+    _squares,
+    lambda coordinates, square, tables: square.new_empty(square.shape[0], dtype=torch.float64),
+)
 
 
 def _after_loading(module: SharedGaussian, _keys: Any) -> None:

@@ -127,7 +127,7 @@ class EllipsoidBank(nn.Module):
         """Points minus the origin, in the wider of their own and the module's dtype; validates ``z``."""
         self._check(z)
         dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
-        return as_dtype(z, dtype) - as_dtype(self.origin, dtype)
+        return torch_ops.relative(as_dtype(z, dtype), as_dtype(self.origin, dtype))
 
     def _check(self, z: Any) -> None:
         if not isinstance(z, Tensor):

@@ -18,6 +18,7 @@ from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation, ModelParts, explain_rows
+from sepc_torch.model.judging import judge_distances
 from sepc_torch.model.kernels import (
     Kernel,
     Kernels,
@@ -27,14 +28,7 @@ from sepc_torch.model.kernels import (
     decide_points,
     kernels_for,
 )
-from sepc_torch.model.prediction import (
-    Prediction,
-    bad_rows,
-    predict_for_label,
-    predict_for_labels,
-    predictions_from_kernel,
-    with_gradient,
-)
+from sepc_torch.model.prediction import Prediction, bad_rows, predict_for_label, predictions_from_kernel, with_gradient
 from sepc_torch.model.queries import class_indices, points_as_tensor, refuse_bad_rows, select_row
 from sepc_torch.model.rules import Resolution, TrainingCounts, resolve
 from sepc_torch.model.trust import posterior
@@ -222,11 +216,8 @@ class SEPC(nn.Module):
         return own, given
 
     def _by_torch(self, z: Tensor, label: Int[Tensor, "B"] | None) -> tuple[Prediction, Prediction]:
-        distance, found = self._resolve(z)
-        training, totals = self.training_counts, self.totals
-        labels = found.label.unsqueeze(0) if label is None else torch.stack([found.label, label])
-        own, *given = predict_for_labels(distance, found, training, totals, labels)
-        return own, given[0] if given else own
+        distance = self.bank(z)
+        return judge_distances(distance, self._nearness(z, distance), label, self.training_counts, self.totals)
 
     def _by_kernel(self, z: Tensor, label: Int[Tensor, "B"] | None, kernels: Kernels) -> tuple[Prediction, Prediction]:
         differentiates = torch.is_grad_enabled() and z.requires_grad

@@ -8,7 +8,7 @@ operator processes the batch in pieces of bounded memory and can read values. On
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -178,6 +178,30 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
     return getattr(torch.ops.sepc_torch, name).default
 
 
+# The functions of all opaque operators, for graphs without these operators.
+OPAQUE: dict[Any, Callable[..., Any]] = {}
+
+
+def opaque(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
+    """Register a function that ``torch.compile`` sees as one operator, unless gradients are wanted.
+
+    Compiled results are then those of plain calls, and there is less to compile. Elsewhere the function itself is
+    called, which costs less. The arguments are those of :func:`operator`.
+    """
+    called = operator(schema, function, shape)
+    OPAQUE[called] = function
+
+    def call(*arguments: Any) -> T:
+        hidden = torch.compiler.is_compiling() and not (torch.is_grad_enabled() and arguments[0].requires_grad)
+        return called(*arguments) if hidden else function(*arguments)
+
+    return call
+
+
+# Points (B, D) relative to an origin (D,) of the same dtype.
+relative = opaque(
+    "relative(Tensor z, Tensor origin) -> Tensor", lambda z, origin: z - origin, lambda z, origin: z.new_empty(z.shape)
+)
 distances = operator("distances(Tensor z, Tensor centers, Tensor whiteners) -> Tensor", _distances, _distances_shape)
 distances_gradient = operator(
     "distances_gradient(Tensor z, Tensor centers, Tensor whiteners, Tensor output, Tensor grad) -> Tensor",

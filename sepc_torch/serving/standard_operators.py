@@ -20,7 +20,7 @@ import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
 from sepc_torch.head.assess import assess_plainly
 from sepc_torch.head.densities import mixtures
 from sepc_torch.model.counting import counts_within
-from sepc_torch.model.torch_ops import SECULAR_STEPS, secular_step
+from sepc_torch.model.torch_ops import OPAQUE, SECULAR_STEPS, secular_step
 from sepc_torch.shapes import Bool, Float, Int
 
 # Number of equally near ellipsoids that a graph expands for a point outside; further ones are left out. Four is a
@@ -193,6 +193,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
             log_densities,
         )
     },
+    **OPAQUE,
     torch.ops.sepc_torch.assess.default: assess_plainly,
     torch.searchsorted: _search,
     torch.asinh: _asinh,

@@ -1,0 +1,54 @@
+"""The network's labels of a batch, and rows without one; each step is one opaque operator in compiled code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sepc_torch.model import torch_ops
+from sepc_torch.model.device_sync import all_finite
+from sepc_torch.model.prediction import Prediction
+from sepc_torch.model.queries import rows_without_prediction
+from sepc_torch.shapes import Bool, Float, Int
+
+
+def network_labels(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"] | None]:
+    """The class of the largest logit, and the rows whose logits define no class; None if it is known that all do.
+
+    The class of a row without a prediction is a valid index too.
+
+    >>> network_labels(torch.tensor([[0.0, 2.0], [1.0, torch.nan]]))
+    (tensor([1, 1]), tensor([False,  True]))
+    """
+    if all_finite(logits):
+        return logits.argmax(dim=1), None
+    label, missing = _labels(logits)
+    return label, missing
+
+
+def without_missing(given: Prediction, missing: Bool[Tensor, "B"]) -> Prediction:
+    """The predictions with the label -1, no trust and no margin in the rows whose logits define no class."""
+    label, trust, margin = _masked(given.trust, given.margin, given.label, missing)
+    return given._replace(label=label, trust=trust, margin=margin)
+
+
+_labels = torch_ops.opaque(
+    "network_labels(Tensor logits) -> (Tensor, Tensor)",
+    lambda logits: (logits.argmax(dim=1), rows_without_prediction(logits)),
+    lambda logits: tuple(logits.new_empty(logits.shape[0], dtype=dtype) for dtype in (torch.int64, torch.bool)),
+)
+_masked = torch_ops.opaque(
+    "without_missing(Tensor trust, Tensor margin, Tensor label, Tensor missing) -> Tensor[]",
+    lambda trust, margin, label, missing: [
+        torch.where(missing, -1, label),
+        torch.where(missing, 0.0, trust),
+        torch.where(missing, torch.nan, margin),
+    ],
+    lambda trust, margin, label, missing: [torch.empty_like(part) for part in (label, trust, margin)],
+)
+# Whether the row of a label is flagged.
+flagged = torch_ops.opaque(
+    "flagged(Tensor label) -> Tensor",
+    lambda label: label < 0,
+    lambda label: torch.empty_like(label, dtype=torch.bool),
+)
