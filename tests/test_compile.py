@@ -80,6 +80,26 @@ for by in ("predicted", "region", np.arange(120) % 3):
 """
 CHECKS["groups"] = GROUPS
 
+# One graph serves all batch sizes but one row, which torch always compiles separately. No size is that of another
+# dimension, which torch would take for the same dimension.
+CHECKS["batch sizes"] = """
+graphs = []
+def backend(graph, _inputs):
+    graphs.append(graph)
+    return graph.forward
+scores = rng.normal(size=(240, 3))
+head = TrustHead.fit(x, y, dim=3).calibrate(x, y, scores)
+logits = torch.from_numpy(np.concatenate([scores, scores])).float()
+compiled = torch.compile(head, fullgraph=True, dynamic=True, backend=backend)
+with torch.no_grad():
+    for rows in (64, 33, 480, 7):
+        batch = z[:rows].clone(), logits[:rows].clone()
+        assert same(compiled(*batch), head(*batch))
+assert len(graphs) == 1, len(graphs)
+called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
+assert "sepc_torch.judge_distances.default" in called, called
+"""
+
 
 @pytest.mark.parametrize(
     "body",
