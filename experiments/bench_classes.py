@@ -34,6 +34,7 @@ import torch
 from bench_partition import fashion
 from datasets import data_folder
 from harness import RESULTS, arguments, environment, write_results
+from phase_clock import PHASES, PhaseClock
 
 from sepc_torch import MVELayer, TrustHead, minimum_volume_ellipsoid, partition
 
@@ -130,7 +131,7 @@ def hundred(smoke: bool, seed: int) -> dict[str, Any]:
 
 
 def growth(smoke: bool, seed: int) -> dict[str, Any]:
-    """CPU seconds of a partition of 16-dimensional points, by points and by classes, and the exponents."""
+    """CPU seconds of a partition of 16-dimensional points and of its phases, by points and by classes; exponents."""
     points = (500, 1000) if smoke else (10_000, 20_000, 40_000, 80_000)
     classes = (3, 6) if smoke else (25, 50, 100, 200, 400)
     by_points = [_partition_seconds(count, 4 if smoke else 50, seed) for count in points]
@@ -140,17 +141,29 @@ def growth(smoke: bool, seed: int) -> dict[str, Any]:
         "by_classes": by_classes,
         "exponent_points": _exponent(by_points, "points"),
         "exponent_classes": _exponent(by_classes, "classes"),
+        "exponent_phases": {phase: _exponent(by_points, "points", phase) for phase in (*PHASES, "rest")},
     }
 
 
 def _partition_seconds(count: int, classes: int, seed: int) -> dict[str, Any]:
     x, y = embeddings(count, 16, classes, seed, spread=0.8)
-    part, _, cpu = timed(lambda: partition(x, y, max_impure=max(2, count // classes // 100), progress=False))
-    return {"points": count, "classes": classes, "cpu_s": cpu, "ellipsoids": len(part)}
+    clock = PhaseClock()
+    with clock.running():
+        part, _, cpu = timed(lambda: partition(x, y, max_impure=max(2, count // classes // 100), progress=False))
+    return {
+        "points": count,
+        "classes": classes,
+        "cpu_s": cpu,
+        "ellipsoids": len(part),
+        "phases_s": {phase: clock.seconds[phase] for phase in (*PHASES, "rest")},
+        "tested": clock.calls["_search"],
+        "directions": clock.calls["_closest"],
+    }
 
 
-def _exponent(rows: list[dict[str, Any]], name: str) -> float:
-    return float(np.polyfit(np.log([r[name] for r in rows]), np.log([r["cpu_s"] for r in rows]), 1)[0])
+def _exponent(rows: list[dict[str, Any]], name: str, phase: str | None = None) -> float:
+    seconds = [r["cpu_s"] if phase is None else r["phases_s"][phase] for r in rows]
+    return float(np.polyfit(np.log([r[name] for r in rows]), np.log(np.maximum(seconds, 1e-3)), 1)[0])
 
 
 def rest(smoke: bool, _seed: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from scipy.optimize import nnls
 from sepc_torch import Ellipsoid, partition
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.partitioning.cells import STEPS, ledger
-from sepc_torch.partitioning.tasks import ClassTask
+from sepc_torch.partitioning.tasks import ClassTask, in_columns, separate
 
 Array = np.ndarray
 DIM = 32
@@ -48,7 +49,7 @@ def measure(x: Array, y: Array, sizes: tuple[int, ...], rests: tuple[int, ...]) 
     for size in sizes:
         for others in rests:
             order = rng.permutation(size + others)
-            points = np.concatenate([own[:size], rest[:others]])[order]
+            points = in_columns(np.concatenate([own[:size], rest[:others]]), order)
             codes = (order >= size).astype(np.int64)
             parameters = {
                 # Tolerated impurity in proportion to the class: 1 in 100, as in bench_partition.py.
@@ -56,7 +57,8 @@ def measure(x: Array, y: Array, sizes: tuple[int, ...], rests: tuple[int, ...]) 
                 "floor": DEFAULT_FLOOR,
                 "dim": x.shape[1],
             }
-            seconds, found = cpu_time(ClassTask(points, codes, 0, parameters).run, 2)
+            task = partial(separate, ClassTask, points, codes, 0, parameters)
+            seconds, found = cpu_time(task, 2)
             rows.append({"own": size, "rest": others, "cpu_s": seconds, "ellipsoids": len(found.pieces)})
     return rows
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -66,6 +66,7 @@ def test_equal_points_of_all_classes_are_terminal(rng: Rng) -> None:
 @pytest.mark.parametrize("dim", [3, 12])
 def test_screening_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     x, y = overlapping(rng, 6000, dim, 5, apart=20.0 / dim)
+    x, y = np.concatenate([x, x[:1], x[:1] + 9.0]), np.append(y, [5, 5])  # a class of two isolated points
     original, kept = OtherPoints.near, []
 
     def counting(self: OtherPoints, *query: Any) -> Iterator[Array]:
@@ -76,13 +77,16 @@ def test_screening_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(OtherPoints, "near", counting)
     screened = partition(x, y, max_impure=20)
     assert min(kept) < 0.2, "nothing was screened"
+    assert [e.covered for e in screened.ellipsoids if e.label == 5] == [1, 1], "no ball was tested"
     monkeypatch.setattr(OtherPoints, "near", lambda self, *query: iter([self.all()]))
+    monkeypatch.setattr(OtherPoints, "near_any", lambda self, *query: self.all())
     assert bits(partition(x, y, max_impure=20)) == bits(screened)
 
 
-@pytest.mark.parametrize("dim", [2, 5, 16])
-def test_screening_keeps_every_point_within_the_level(rng: Rng, dim: int) -> None:
-    points, codes = rng.normal(size=(9000, dim)), rng.integers(0, 9, size=9000)
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dim", [1, 2, 5, 16])
+def test_screening_keeps_every_point_within_the_level(rng: Rng, dim: int, order: Literal["C", "F"]) -> None:
+    points, codes = np.asarray(rng.normal(size=(9000, dim)), order=order), rng.integers(0, 9, size=9000)
     others, rest = OtherPoints(points, codes, 3), points[codes != 3]
     factor, center = rng.normal(size=(dim, dim)), rng.normal(size=dim)
     squares = np.sum(((rest - center) @ factor.T) ** 2, axis=1)
@@ -96,6 +100,26 @@ def test_screening_keeps_every_point_within_the_level(rng: Rng, dim: int) -> Non
     assert places == sorted(places), "the order of the rows is lost"
     few = OtherPoints(points[:100], codes[:100], 3)
     assert len(few) == len(np.concatenate(list(few.near(center, factor, level)))) == np.count_nonzero(codes[:100] != 3)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("far", [0.0, 1e3])
+@pytest.mark.parametrize("dim", [1, 7])
+def test_balls_meet_every_point_within_their_radius(rng: Rng, dim: int, far: float, scale: float) -> None:
+    """Equal points, points on the surface, and points far from the origin; most others are left out."""
+    points = np.asfortranarray(scale * (rng.normal(size=(9000, dim)) + far))
+    codes = rng.integers(0, 3, size=9000)
+    centers, radius = points[:20].copy(), 1e-3 * scale
+    points[20:40] = centers
+    steps = rng.normal(size=(20, dim))
+    points[40:60] = centers + radius * steps / np.linalg.norm(steps, axis=1, keepdims=True)
+    near = OtherPoints(points, codes, 1).near_any(centers, radius * (1.0 + 1e-4))
+    rest = points[codes != 1]
+    within = (np.linalg.norm(rest[:, None] - centers, axis=2) <= radius).any(axis=1)
+    found = {row.tobytes() for row in near}
+    assert all(row.tobytes() in found for row in rest[within])
+    assert within.sum() <= len(near) < 0.5 * len(rest)
+    assert len(OtherPoints(points, codes, 1).near_any(centers[:0], radius)) == 0
 
 
 def test_partitioned_is_the_papers_one_versus_rest(rng: Rng) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sepc_torch.ellipsoid import Ellipsoid, euclidean_distance, separation
+from sepc_torch.ellipsoid import Ellipsoid, column_norms, euclidean_distance, separation
 from sepc_torch.shapes import Array
 
 DIMS = [1, 2, 3, 8, 25]
@@ -297,3 +297,12 @@ def test_intervals_in_one_dimension(rng: np.random.Generator, gap: float) -> Non
     assert left.intersects(right) == (gap < 0)
     z = rng.normal(scale=10.0, size=(30, 1))
     np.testing.assert_allclose(left.euclidean_distance(z), np.maximum(np.abs(z[:, 0] - c) - r1, 0), atol=1e-13)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_norms_of_columns_are_those_of_rows(rng: np.random.Generator, dim: int) -> None:
+    """Several blocks of points, an ellipsoid and a ball; whatever the order of the array."""
+    z = rng.normal(scale=3.0, size=(5000, dim))
+    for e in (random_ellipsoid(rng, dim), Ellipsoid.ball(rng.normal(size=dim), 1e-3)):
+        for columns in (z.T, np.ascontiguousarray(z.T)):
+            np.testing.assert_allclose(column_norms(columns, e.center, e.whitener), e.distance(z), rtol=1e-9)
