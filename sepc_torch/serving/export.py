@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,9 +70,9 @@ def exported_program(head: TrustHead, *, logits: bool | None = None) -> torch.ex
 
 def write_pt2(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
     """Write a head as a ``.pt2`` file; see :meth:`TrustHead.export`."""
-    program = exported_program(head, logits=logits)
     # An open file: torch warns of a path that does not end in .pt2, and the temporary one does not.
-    with files.replacing(Path(path)) as temporary, temporary.open("wb") as file:
+    with _without_notes(), files.replacing(Path(path)) as temporary, temporary.open("wb") as file:
+        program = exported_program(head, logits=logits)
         torch.export.save(program, file, extra_files={"head.json": json.dumps(_description(head))})
 
 
@@ -82,8 +83,8 @@ def write_onnx(head: TrustHead, path: str | os.PathLike[str], *, logits: bool | 
             raise ModuleNotFoundError(
                 f"Writing ONNX needs the package {package}: pip install 'sepc_torch[onnx]'.", name=package
             )
-    program = exported_program(head, logits=logits)
     with _without_notes():
+        program = exported_program(head, logits=logits)
         made = torch.onnx.export(
             program,
             input_names=["z", "logits"][: len(program.graph_signature.user_inputs)],
@@ -112,12 +113,15 @@ def _check_exportable(head: TrustHead) -> None:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Context without torch's notes on operators of packages that are not installed; the graph needs none of them."""
+    """Context without torch's notes on operators that the graph does not need, and without its warning of itself."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch 2.13 makes a LeafSpec when it copies the description of a graph's outputs.
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            yield
     finally:
         logger.setLevel(before)
 
