@@ -516,6 +516,23 @@ def test_drift_has_an_exit_code(folder: Path, tmp_path: Path) -> None:
     assert found.stdout.startswith("drift after 300 points")
 
 
+def test_drift_goes_on_from_file_to_file(folder: Path, tmp_path: Path) -> None:
+    """Two halves with a state are one stream; a failed call changes nothing."""
+    rows, state = people(2, 300).assign(age=lambda frame: frame["age"] + 3.0), tmp_path / "stream.safetensors"
+    for name, part in (("all", rows), ("a", rows[:150]), ("b", rows[150:]), ("none", rows[:0])):
+        part.to_csv(tmp_path / f"{name}.csv", index=False)
+    command = ("drift", folder / "model", "--json")
+    whole = json.loads(run(*command, tmp_path / "all.csv").stdout)
+    first = json.loads(run(*command, tmp_path / "a.csv", "--state", state).stdout)
+    assert first["seen"] == 150
+    kept = state.read_bytes()
+    assert "has no rows" in fail(*command, tmp_path / "none.csv", "--state", state)
+    assert "began with --alpha 0.01, got 0.1" in fail(*command, tmp_path / "b.csv", "--state", state, "--alpha", 0.1)
+    assert "not a drift_monitor" in fail(*command, tmp_path / "b.csv", "--state", folder / "model.safetensors")
+    assert state.read_bytes() == kept
+    assert json.loads(run(*command, tmp_path / "b.csv", "--state", state).stdout) == whole
+
+
 def test_a_head_without_calibration_is_not_scored(folder: Path, tmp_path: Path) -> None:
     head = TrustHead.load(folder / "model.safetensors")
     TrustHead(head.projection, head.sepc, head.evidence, encoding=head.encoding).save(tmp_path / "m.safetensors")

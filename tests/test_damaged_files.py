@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import struct
@@ -16,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from sepc_torch import SEPC, FileFormatError, LabelPool, Partition, TrustHead, partition
+from sepc_torch import SEPC, DriftMonitor, FileFormatError, LabelPool, Partition, TrustHead, partition
 from sepc_torch.data import files, schemas
 
 Rng = np.random.Generator
@@ -27,21 +28,30 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "sepc": SEPC.load,
     "trust_head": TrustHead.load,
     "label_pool": lambda path: LabelPool(list(range(600))).restore(path),
+    "drift_monitor": lambda path: DriftMonitor.load(path, fitted()[2]),
 }
+
+
+@functools.cache
+def fitted() -> tuple[np.ndarray, np.ndarray, TrustHead]:
+    """Points, labels and a calibrated head."""
+    rng = np.random.default_rng(0)
+    y = np.arange(90) % 3
+    x = rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y]
+    head = TrustHead.fit(x, y, keep_points=True)
+    return x, y, head.calibrate(rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y], y, 4.0 * np.eye(3)[y])
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The bytes of one file of each kind."""
-    folder, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
-    y = np.arange(90) % 3
-    x = rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y]
+    folder, (x, y, head) = tmp_path_factory.mktemp("files"), fitted()
     part = partition(x, y)
-    head = TrustHead.fit(x, y, keep_points=True)
-    head.calibrate(rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y], y, 4.0 * np.eye(3)[y])
     pool = LabelPool([(i, i % 5) for i in range(600)], labelled=range(300))
+    monitor = DriftMonitor(head)
+    monitor.update(x, 4.0 * np.eye(3)[y])
     savers = {"partition": part.save, "sepc": SEPC.from_partition(part).save, "trust_head": head.save}
-    for name, save in (savers | {"label_pool": pool.save}).items():
+    for name, save in (savers | {"label_pool": pool.save, "drift_monitor": monitor.save}).items():
         save(folder / name)
     return {name: (folder / name).read_bytes() for name in KINDS}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binom, kstest
 
-from sepc_torch import DriftMonitor, TrustHead
+from sepc_torch import DriftMonitor, FileFormatError, TrustHead
 from sepc_torch.head.betting import (
     bet,
     log_cell_bets,
@@ -213,6 +214,31 @@ def test_a_state_continues_and_workers_merge(head: TrustHead) -> None:
     saved["cells"] = saved["cells"][:, 1:]
     with pytest.raises(ValueError, match="load the state of a monitor with the same head"):
         merged.load_state_dict(saved)
+
+
+def test_a_saved_monitor_continues_with_its_head_only(head: TrustHead, tmp_path: Path) -> None:
+    rng, path = np.random.default_rng(7), tmp_path / "stream.safetensors"
+    x, _, logits = draw(rng, 200)
+    odd, _, strange_logits = draw(rng, 200, (0.0, 0.05, 0.95))
+    whole, first = DriftMonitor(head, alpha=0.02, seed=3), DriftMonitor(head, alpha=0.02, seed=3)
+    for monitor in (whole, first):
+        monitor.update(x, logits)
+    first.save(path)
+    head.save(tmp_path / "head")
+    again = DriftMonitor.load(path, TrustHead.load(tmp_path / "head"))
+    assert (again.alpha, again.seed) == (0.02, 3)
+    assert again.update(odd, strange_logits) == whole.update(odd, strange_logits)
+    fresh = DriftMonitor(head)
+    fresh.save(path)  # before the first point
+    assert DriftMonitor.load(path, head).report().seen == 0
+    calibrated_again = copy.deepcopy(head).calibrate(*draw(rng, 1200))
+    other_threshold = copy.deepcopy(head)
+    other_threshold.accept_at(flag_rate=0.4)
+    for other in (calibrated_again, other_threshold):
+        with pytest.raises(ValueError, match="belongs to another head, calibration or threshold"):
+            DriftMonitor.load(path, other)
+    with pytest.raises(FileFormatError, match="it holds a trust_head, not a drift_monitor"):
+        DriftMonitor.load(tmp_path / "head", head)
 
 
 def test_the_accuracy_interval_covers() -> None:

@@ -104,27 +104,39 @@ def drift(
     data: Data,
     logits: Logits = None,
     alpha: Annotated[float, typer.Option(help="Probability of ever raising an alarm without drift.")] = 0.01,
+    state: Annotated[
+        Path | None, typer.Option(help="File that carries the stream on from one call to the next; made if missing.")
+    ] = None,
     sep: Separator = None,
     as_json: AsJson = False,
 ) -> None:
     """Tell whether the rows of a file, in their order, still look like the rows that calibrated the model.
 
-    The exit code is 1 if the rows have drifted, and 0 if no drift is shown.
+    With --state the rows continue the stream of earlier calls, and --alpha holds for all of them together. The exit
+    code is 1 if the rows have drifted, and 0 if no drift is shown.
     """
     from sepc_torch.cli.row_files import open_rows
+    from sepc_torch.data.files import check_target
     from sepc_torch.head.drift import DriftMonitor
     from sepc_torch.head.trust_head import TrustHead
 
     head = TrustHead.load(existing_model(model))
-    monitor = DriftMonitor(head, alpha=alpha)
+    if state is not None:
+        check_target(state)
+    monitor = DriftMonitor(head, alpha) if state is None or not state.exists() else DriftMonitor.load(state, head)
+    if monitor.alpha != alpha:
+        raise ValueError(f"The stream of {str(state)!r} began with --alpha {monitor.alpha:g}, got {alpha:g}; keep it.")
+    before = monitor.report().seen
     head.sepc.nan_policy = "flag"  # one unusable row does not end the file
     left_out = 0
     for _, points in judged(head, open_rows(data, sep), None, logits, []):
         monitor.update(points.z, points.logits)
         left_out += len(points.problems)
     found = monitor.report()
-    if not found.seen:
+    if found.seen == before:
         raise ValueError(f"{str(data)!r} has no rows.")
+    if state is not None:
+        monitor.save(state)
     if left_out:
         note(f"rows with an unusable value, which count as the most unusual ones: {left_out}")
     if as_json:

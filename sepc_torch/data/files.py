@@ -1,6 +1,6 @@
-"""Saving and loading of partitions, models, heads and label pools: atomic safetensors files with JSON metadata.
+"""Saving and loading of partitions, models, heads, label pools and drift monitors.
 
-The files contain no pickle.
+The files are safetensors files with JSON metadata, written atomically. They contain no pickle.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _READERS = {
     "sepc": "SEPC.load",
     "trust_head": "TrustHead.load",
     "label_pool": "LabelPool.restore",
+    "drift_monitor": "DriftMonitor.load",
 }
 
 

@@ -164,6 +164,20 @@ _POOL = {
     "rounds": Field("i", (), low=0),
     "block_checksums": Field("i", ("B",), low=0, optional=True),
 }
+_MONITOR = {
+    "seen": Field("i", ("workers",), low=0),
+    "scores": Field("i", ("workers", "bins"), low=0),
+    "cells": Field("i", ("workers", "cells"), low=0),
+    "accepted": Field("i", ("workers", "cells"), low=0),
+    "small": Field("i", ("workers", 2), low=0),
+    "capital": Field("f", ("workers", "bets"), finite=False),  # minus infinity before the first point
+    "path": Field("f", ("workers", "bets")),
+    "low": Field("f", ("workers", "bets")),
+    "low_at": Field("i", ("workers", "bets"), low=0),
+    "low_count": Field("i", ("workers", "bets"), low=0),
+    "peak": Field("f", ("workers", 2)),
+    "alarm_at": Field("i", ("workers",), low=-1),
+}
 
 
 def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
@@ -206,6 +220,11 @@ def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -
                 _check_training(arrays, metadata["training"], sizes)
         case "label_pool":
             _check_arrays(arrays, _POOL, {})
+        case "drift_monitor":
+            _check_arrays(arrays, _MONITOR, {})
+            _require(len(arrays["seen"]) >= 1, "it holds no stream")
+            for name, plain in (("alpha", float), ("seed", int), ("calibration", str)):
+                _require(type(metadata.get(name)) is plain, f"its metadata lack {name}")
 
 
 def _check_arrays(arrays: Mapping[str, Array], fields: Mapping[str, Field], sizes: Sizes) -> None:

@@ -15,7 +15,9 @@ matter.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.data import files
 from sepc_torch.data.arrays import count
 from sepc_torch.head.betting import (
     GAINS,
@@ -207,6 +210,40 @@ class DriftMonitor:
                 )
         self._state = {name: state[name].cpu().numpy().copy() for name in fresh}
         self.seed = int(state["seed"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, alpha and a checksum of the calibration to a file; the head has a file of its own."""
+        metadata = {"alpha": self.alpha, "seed": self.seed, "calibration": self._calibration_checksum()}
+        files.write(path, "drift_monitor", self._state, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], head: TrustHead) -> DriftMonitor:
+        """Load a monitor that continues the stream of the saved one.
+
+        Args:
+            path: File that :meth:`save` wrote.
+            head: The head of the saved monitor, with the same calibration and threshold.
+        """
+        arrays, metadata = files.read(path, "drift_monitor")
+        with files.interpreting(path):
+            monitor = cls(head, metadata["alpha"], metadata["seed"])
+        if metadata["calibration"] != monitor._calibration_checksum():
+            raise ValueError(
+                f"{os.fspath(path)!r} belongs to another head, calibration or threshold, so its counts mean nothing "
+                "here; load it with the head it was saved with, or start a new DriftMonitor."
+            )
+        with files.interpreting(path):
+            state = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            monitor.load_state_dict({**state, "seed": torch.tensor(monitor.seed)})
+        return monitor
+
+    def _calibration_checksum(self) -> str:
+        """SHA-256 of the bins, cells and counts with which every stream of this calibration starts."""
+        starts = (self._cell_start, self._score_start, self._accepted_start, self._wrong_start)
+        counts = [self._cell_of, *(start.astype(np.int64) for start in starts)]
+        # Bins in float32: the head's dtype, in which a file of the head keeps the scores.
+        parts = [*counts, self._score_edges.astype(np.float32)]
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
     def _fresh_state(self) -> dict[str, Array]:
         total = POWERS + len(GAINS) * len(self._classes)
