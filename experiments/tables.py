@@ -226,11 +226,39 @@ def many_classes() -> str:
         f"The largest head has {large['ellipsoids']} ellipsoids, and its file {large['megabytes']:.0f} MB with 16 384 "
         "reference points. A fit of this set without `max_per_class` was not measured to its end."
     )
+    phases = f"{_phases(growth)}\n\n" if "exponent_phases" in growth else ""  # older results have no phases
     gpu = (
         "The batched solver of `MVELayer` was tried for the first ellipsoids of all classes at once. It saves at "
         f"most a fraction of a second, so the partition does not use it: {solvers}."
     )
-    return f"{table(['work', 'on', 'measured', 'goal'], rows)}\n\n{misses}\n\n{gpu}"
+    return f"{table(['work', 'on', 'measured', 'goal'], rows)}\n\n{misses}\n\n{phases}{gpu}"
+
+
+def _phases(growth: dict[str, Any]) -> str:
+    """Where the CPU time of the fits with 50 classes goes, by number of points."""
+    names = {
+        "ellipsoids": "solving ellipsoids",
+        "directions": "closest points of reduced hulls",
+        "tests": "tests against points of other classes",
+        "counts": "counts of all points in all ellipsoids",
+        "rest": "other",
+    }
+    runs, exponents = growth["by_points"], growth["exponent_phases"]
+    rows: list[list[Any]] = [
+        [name, *(f"{r['phases_s'][phase]:.1f} s" for r in runs), f"{exponents[phase]:.2f}"]
+        for phase, name in names.items()
+    ]
+    rows.append(["all", *(f"{r['cpu_s']:.1f} s" for r in runs), f"{growth['exponent_points']:.2f}"])
+    for key, name in (
+        ("tested", "ellipsoids tested"),
+        ("directions", "hulls solved"),
+        ("ellipsoids", "final ellipsoids"),
+    ):
+        rows.append([name, *(_thousands(r[key]) for r in runs), ""])
+    header = ["50 classes, 16 dimensions", *(f"{_thousands(r['points'])} points" for r in runs), "exponent"]
+    return (
+        f"Where the CPU time of `partition` goes as the number of points grows, on one thread:\n\n{table(header, rows)}"
+    )
 
 
 def refits() -> str:
