@@ -5,7 +5,7 @@ categories, and embeddings of 384 numbers, as CSV and, with the same rows, as Pa
 and the peak of the resident memory. The largest file shows whether the memory grows with the size; a small model scores
 it, so that the time is that of reading, judging by few reference points, and writing.
 
-    python experiments/bench_files.py                  # TIME on one core, 12 GB of free disk
+    python experiments/bench_files.py                  # half an hour on one core, 12 GB of free disk
     python experiments/bench_files.py --only largest --gigabytes 1    # one part, and a smaller file
 """
 
