@@ -230,6 +230,7 @@ def compiling(seed: int, smoke: bool) -> dict[str, Any]:
     source = Networklike(seed)
     head = source.head(1000 if smoke else 8000, 500 if smoke else 4096).to(device)
     z, logits = source.batch(1000, device)
+    torch._inductor.config.force_disable_caches = True  # code on disk from earlier runs would shorten the first call
     compiled = torch.compile(head)
     times = []
     with torch.no_grad():

@@ -25,7 +25,7 @@ from paper_tables import PAPER, agreements, figures, peers, reproductions, side_
 from promise_tables import drift, group_promises
 from provenance import Files, older, stamps
 from readme_table import overview
-from serving_tables import engines, onnx_files, serve_load
+from serving_tables import engines, onnx_files, onnx_gpu, serve_load
 from tables import (
     active,
     files,
@@ -174,6 +174,7 @@ PAGES: dict[str, dict[str, Section]] = {
     "docs/serving.md": {
         "engines": Section(engines, ("engines",)),
         "onnx_files": Section(onnx_files, ("onnx_files",)),
+        "onnx_gpu": Section(onnx_gpu, ("onnx_gpu",)),
         "serve_load": Section(serve_load, ("serve_load",)),
     },
     "docs/novelties.md": {"novelties": Section(novelties, ("novelties",))},

@@ -56,6 +56,32 @@ def onnx_files() -> str:
     )
 
 
+def onnx_gpu() -> str:
+    found = load("onnx_gpu")
+    dtypes: dict[str, dict[str, Any]] = found["dtypes"]
+    sizes = list(dtypes["float32"]["latency"])
+    fields = ("label", "accept", "p_value")
+    rows = [
+        [
+            name,
+            *(f"{part['latency'][n]['torch_ms']:.1f} / {part['latency'][n]['onnxruntime_ms']:.1f}" for n in sizes),
+            *(f"{part['from_cuda']['different'][field]} / {part['from_cpu']['different'][field]}" for field in fields),
+        ]
+        for name, part in dtypes.items()
+    ]
+    header = [
+        "head / ONNX Runtime",
+        *(f"{spaced(int(n))} row{'s' if n != '1' else ''}, ms" for n in sizes),
+        *(f"`{field}` differs" for field in fields),
+    ]
+    return (
+        f"A head with {found['features']} features, {found['classes']} classes and {found['ellipsoids']} ellipsoids, "
+        f"on an {found['device']}, ONNX Runtime {found['environment']['onnxruntime-gpu']} with the CUDA provider. The "
+        f"last columns count the rows of {spaced(dtypes['float32']['rows'])} that differ from the head on the same "
+        f"device / from the head on a CPU.\n\n{table(header, rows)}"
+    )
+
+
 def serve_load() -> str:
     found = load("serve_load")
     part = found["load"]

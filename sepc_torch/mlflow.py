@@ -49,7 +49,9 @@ class PyfuncHead:
         if self.column is None:
             return frame
         if self.column not in frame:
-            raise ValueError(f"model_config asks for the column {self.column!r}; the scores are {', '.join(frame)}.")
+            raise ValueError(
+                f"model_config asks for the column {self.column!r}; the scores are {', '.join(map(str, frame))}."
+            )
         return frame[self.column]
 
 

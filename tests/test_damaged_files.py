@@ -23,13 +23,6 @@ from sepc_torch.data import files, schemas
 Rng = np.random.Generator
 # Endings of the names of arrays whose values index or divide other arrays.
 INDICES = ("codes", "code", "_classes", "_members", "_ids", "entry_cells", "cell_sizes", "support_size")
-KINDS: dict[str, Callable[[Path], Any]] = {
-    "partition": Partition.load,
-    "sepc": SEPC.load,
-    "trust_head": TrustHead.load,
-    "label_pool": lambda path: LabelPool(list(range(600))).restore(path),
-    "drift_monitor": lambda path: DriftMonitor.load(path, fitted()[2]),
-}
 
 
 @functools.cache
@@ -40,6 +33,15 @@ def fitted() -> tuple[np.ndarray, np.ndarray, TrustHead]:
     x = rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y]
     head = TrustHead.fit(x, y, keep_points=True)
     return x, y, head.calibrate(rng.normal(size=(90, 4)) + 2.0 * np.eye(4)[y], y, 4.0 * np.eye(3)[y])
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "partition": Partition.load,
+    "sepc": SEPC.load,
+    "trust_head": TrustHead.load,
+    "label_pool": lambda path: LabelPool(list(range(600))).restore(path),
+    "drift_monitor": lambda path: DriftMonitor.load(path, fitted()[2]),
+}
 
 
 @pytest.fixture(scope="module")

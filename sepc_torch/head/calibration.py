@@ -167,8 +167,9 @@ class Calibration(nn.Module):
         confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
         # Zero marks refused rows.
         confidence, joint = (torch.where(column > 0, torch.nan, column) for column in (confidence, joint))
-        values = (confidence, p_value, class_p_value, nonconformity, joint)
-        return Calibrated(*(value.to(dtype) for value in values), accept)
+        columns = torch.stack([confidence, p_value, class_p_value, nonconformity, joint]).to(dtype)
+        confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
+        return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
 
     def _uncalibrated(
         self,
