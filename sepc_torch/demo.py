@@ -20,7 +20,7 @@ from sklearn.neural_network import MLPClassifier
 
 from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
 from sepc_torch.cli_tables import summary
-from sepc_torch.data.arrays import label_codes
+from sepc_torch.data.labels import label_codes
 from sepc_torch.data.text_table import printable, text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition

@@ -12,7 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_codes
+from sepc_torch.data.labels import label_codes
 from sepc_torch.data.text_table import printable
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.model.explanation import Explanation

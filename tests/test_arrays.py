@@ -18,7 +18,9 @@ import torch
 
 from sepc_torch import landscape, partition
 from sepc_torch.data import arrays
-from sepc_torch.data.arrays import check_choice, numeric_points, training_set
+from sepc_torch.data.arrays import numeric_points
+from sepc_torch.data.labels import training_set
+from sepc_torch.data.options import check_choice
 from sepc_torch.partitioning.algorithm import Separator
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -209,7 +209,7 @@ def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[s
 def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
     """The true classes as indices, -1 for labels unknown to the model; labels are compared as text, as in a file."""
     from sepc_torch.cli_tables import labels, named
-    from sepc_torch.data.arrays import label_codes
+    from sepc_torch.data.labels import label_codes
 
     known = list(map(str, sepc.classes))
     given = [str(name) for name in labels(table, label).tolist()]

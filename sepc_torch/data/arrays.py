@@ -1,92 +1,21 @@
-"""Input checks: points and labels to float64 arrays and class codes; also numbers, choices and torch devices."""
+"""Points to float64 arrays, with checks of their values and scales."""
 
 from __future__ import annotations
 
-import operator
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sepc_torch.data.text_table import printable
-from sepc_torch.shapes import Array, Float, Int
-
-if TYPE_CHECKING:
-    import torch
+from sepc_torch.shapes import Array, Float
 
 # A standard deviation below this share of a feature's largest magnitude is rounding error: the feature is constant.
 _CONSTANT = 64 * np.finfo(np.float64).eps
 # Values processed at a time: 16 MiB in float64, so that temporary arrays are small next to large data, and products of
 # 4096 x 512 matrices still run at full speed.
 _CHUNK_VALUES = 2**21
-
-
-class TrainingSet(NamedTuple):
-    """Points (N, D), class codes (N,) as indices into ``classes``, classes (C,) and feature names."""
-
-    points: Float[Array, "N D"]
-    codes: Int[Array, "N"]
-    classes: Array
-    feature_names: tuple[str, ...] | None
-
-
-def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | None = None) -> TrainingSet:
-    """Validate points and labels and convert them to a :class:`TrainingSet`.
-
-    Args:
-        x: (N, D) numbers: an array, a list of rows, a torch tensor or a DataFrame. The column names of a DataFrame are
-            kept.
-        y: (N,) labels: numbers, strings or booleans.
-        classes: The labels in the wanted order. Every label must occur in ``y``. Default: all labels of ``y``, sorted.
-        least_per_class: The least number of points that the largest class must have. Default: the number of features.
-
-    >>> training_set([[0.0], [2.0], [3.0]], ["b", "a", "b"]).codes
-    array([1, 0, 1])
-    """
-    points, names = numeric_points(x)
-    check_feature_scales(magnitudes(points), "X", names)
-    labels = label_array(y)
-    check_one_label_per_row(len(points), len(labels))
-    found, codes = np.unique(labels, return_inverse=True)
-    found, order = ordered_classes(found, classes)
-    codes = order[codes.ravel()]
-    counts = np.bincount(codes)
-    least = points.shape[1] if least_per_class is None else least_per_class
-    if counts.max() < least:
-        raise ValueError(
-            f"The largest class has {counts.max()} points in {points.shape[1]} features; an ellipsoid needs at least "
-            f"{least} points. Project to fewer dimensions first (for example with PCA) or add data."
-        )
-    return TrainingSet(points, codes, found, names)
-
-
-def check_one_label_per_row(rows: int, labels: int) -> None:
-    """Raise ValueError unless there are as many labels as rows."""
-    if labels != rows:
-        raise ValueError(f"X has {rows} rows and y has {labels} labels; pass one label per row.")
-
-
-def ordered_classes(found: Array, classes: Any) -> tuple[Array, Int[Array, "C"]]:
-    """Return the classes in the wanted order, and the index in that order of each found class.
-
-    Args:
-        found: The labels that occur (C,), sorted.
-        classes: The labels in the wanted order, or None for the order of ``found``.
-
-    >>> ordered_classes(np.array([3, 5]), [5, 3])
-    (array([5, 3]), array([1, 0]))
-    """
-    codes = np.arange(len(found))
-    if classes is not None:
-        found, codes = _reorder(found, label_array(classes, "classes"))
-    if len(found) < 2:
-        raise ValueError(
-            f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two classes. "
-            "Check the label column, or the filter that selected these rows."
-        )
-    return found, codes
 
 
 def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[str, ...] | None]:
@@ -316,123 +245,8 @@ def scale_or_one(deviation: Float[Array, "D"], magnitude: Float[Array, "D"]) -> 
     return np.where(deviation > _CONSTANT * magnitude, deviation, 1.0)
 
 
-def positive(value: Any, name: str, unit: str) -> float:
-    """Validate a positive finite number; ``name`` and ``unit`` are for the error message."""
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} must be a positive number of {unit}, got {value!r}.")
-    if not (np.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive number of {unit}, got {value!r}.")
-    return float(value)
-
-
-def count(value: Any, name: str, least: int = 0) -> int:
-    """Validate an integer of at least ``least``; ``name`` is for the error message."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {reprlib.repr(value)}.") from None
-    if isinstance(value, (bool, np.bool_)) or number < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
-    return number
-
-
-def float64_device(device: torch.device | str) -> torch.device:
-    """Validate a torch device that must be available and support float64."""
-    return usable_device(device, "float64", "Choose another device, or omit device to compute with NumPy.")
-
-
-def usable_device(
-    device: torch.device | str, dtype: str = "float32", advice: str = "Choose another, such as 'cpu'."
-) -> torch.device:
-    """Validate a torch device that must be available and support ``dtype``, by running a small sum on it.
-
-    >>> usable_device("cpu")
-    device(type='cpu')
-    """
-    import torch
-
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must name a torch device, such as 'cuda' or 'cpu', got {device!r}.") from error
-    try:
-        torch.ones(1, dtype=getattr(torch, dtype), device=found).sum().item()
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        raise ValueError(f"device {str(found)!r} cannot be used here in {dtype}: {reason}. {advice}") from error
-    return found
-
-
 def _is_numeric(dtype: Any) -> bool:
     """Whether a DataFrame column holds numbers or booleans: pandas has a kind letter, polars a method."""
     if hasattr(dtype, "is_numeric"):
         return bool(dtype.is_numeric()) or str(dtype) == "Boolean"
     return getattr(dtype, "kind", "O") in "fiub"
-
-
-def _missing(label: Any) -> bool:
-    """Whether a label is None, NaN, NaT or pandas' NA. NA and NaT are found by type: comparing NA gives NA."""
-    return (
-        label is None or type(label).__name__ in ("NAType", "NaTType") or (isinstance(label, float) and label != label)
-    )
-
-
-def label_array(y: Any, name: str = "y") -> Array:
-    """Validate labels and convert them to a one-dimensional array of numbers, strings or booleans."""
-    if hasattr(y, "detach"):
-        y = y.detach().cpu().numpy()
-    mixed = isinstance(y, (list, tuple)) and len({type(label) for label in y}) > 1
-    labels = np.asarray(y, dtype=object if mixed else None)  # else NumPy converts numbers to text
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, one label per point, got shape {labels.shape}.")
-    if len(labels) == 0:
-        raise ValueError(f"{name} is empty.")
-    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
-        raise ValueError(f"{name} holds missing labels (NaN). Drop those rows.")
-    if labels.dtype == object:
-        kinds = {type(label).__name__ for label in labels}
-        if any(map(_missing, labels)):
-            raise ValueError(f"{name} holds missing labels (None or NaN). Drop those rows.")
-        if len(kinds) > 1 and not all(isinstance(label, (int, float, np.number)) for label in labels):
-            raise TypeError(f"{name} mixes labels of the types {', '.join(sorted(kinds))}; convert them to one type.")
-        labels = np.array(labels.tolist())
-    if labels.ndim != 1 or labels.dtype.kind not in "fiubU":
-        raise TypeError(f"{name} holds labels of dtype {labels.dtype}; use numbers, strings or booleans.")
-    return labels
-
-
-def label_codes(labels: Iterable[Any], classes: Iterable[Any]) -> Int[Array, "N"]:
-    """Index of each label in ``classes``, -1 for a label that is not in ``classes``.
-
-    >>> label_codes(["b", "a", "z"], ["a", "b"])
-    array([ 1,  0, -1])
-    """
-    code = {label: index for index, label in enumerate(classes)}
-    return np.array([code.get(label, -1) for label in labels], dtype=np.int64)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError if ``value`` is not one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _reorder(found: Array, classes: Array) -> tuple[Array, Int[Array, "C"]]:
-    """The classes in the caller's order, and the index in that order of each found class."""
-    wanted = classes.tolist()
-    present = found.tolist()
-    if len(set(wanted)) != len(wanted):
-        raise ValueError(f"classes names a label twice: {wanted}. Name each label once.")
-    missing = [label for label in wanted if label not in present]
-    if missing:
-        raise ValueError(
-            f"classes names {missing}, but y holds no points with these labels; name only labels of y: {present}."
-        )
-    unknown = [label for label in present if label not in wanted]
-    if unknown:
-        raise ValueError(
-            f"y holds the labels {unknown}, which classes={wanted} does not name. Add them or drop those rows."
-        )
-    return classes, label_codes(present, wanted)

@@ -7,7 +7,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from sepc_torch.data.arrays import count, numeric_points
+from sepc_torch.data.arrays import numeric_points
+from sepc_torch.data.options import count
 from sepc_torch.head.calibration import Calibration
 from sepc_torch.head.calibration_set import LEAST_CALIBRATION, calibration_set
 from sepc_torch.head.conformal import check_share

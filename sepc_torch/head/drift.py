@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.head.betting import (
     GAINS,
     POWERS,

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from sepc_torch.data.arrays import check_choice, count
+from sepc_torch.data.options import check_choice, count
 from sepc_torch.data.progress import Choice
 from sepc_torch.head.projection import Method, Normalize
 from sepc_torch.model.sepc import NanPolicy, Nearest

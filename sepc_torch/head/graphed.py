@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.shapes import Float
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from sepc_torch.data.arrays import check_choice
+from sepc_torch.data.options import check_choice
 from sepc_torch.data.text_table import text_table
 from sepc_torch.head.binomial_search import binomial_tail, least_points, search_level
 from sepc_torch.head.conformal import check_share, risk_threshold

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count, label_array, numeric_points, rows_per_chunk
+from sepc_torch.data.arrays import numeric_points, rows_per_chunk
+from sepc_torch.data.labels import label_array
+from sepc_torch.data.options import count
 from sepc_torch.data.scipy_parts import scipy_part
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.densities import fit_densities

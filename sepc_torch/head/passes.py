@@ -16,15 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sepc_torch.data.arrays import (
-    FiniteCheck,
-    check_one_label_per_row,
-    check_scale,
-    label_array,
-    label_codes,
-    ordered_classes,
-    rows_per_chunk,
-)
+from sepc_torch.data.arrays import FiniteCheck, check_scale, rows_per_chunk
+from sepc_torch.data.labels import check_one_label_per_row, label_array, label_codes, ordered_classes
 from sepc_torch.data.memory import PARTITION_COPIES, check_memory
 from sepc_torch.head.moments import EmbeddingMoments
 from sepc_torch.head.neighbours import Neighbours

@@ -15,15 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import (
-    check_one_label_per_row,
-    float_rows,
-    label_array,
-    real_matrix,
-    refuse_columns,
-    refuse_duplicates,
-    rows_per_chunk,
-)
+from sepc_torch.data.arrays import float_rows, real_matrix, refuse_columns, refuse_duplicates, rows_per_chunk
+from sepc_torch.data.labels import check_one_label_per_row, label_array
 from sepc_torch.data.text_table import printable
 from sepc_torch.shapes import Array, Float
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import count, float64_device, usable_device
+from sepc_torch.data.options import count, float64_device, usable_device
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.calibrated_head import CalibratedHead

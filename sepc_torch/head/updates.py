@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import TrainingSet, label_array, label_codes, numeric_points
+from sepc_torch.data.arrays import numeric_points
+from sepc_torch.data.labels import TrainingSet, label_array, label_codes
 from sepc_torch.data.progress import Choice
 from sepc_torch.head.certificate import INSIDE_TOLERANCE
 from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of

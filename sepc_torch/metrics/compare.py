@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from sepc_torch import metrics
-from sepc_torch.data.arrays import count, numeric_points, training_set
+from sepc_torch.data.arrays import numeric_points
+from sepc_torch.data.labels import training_set
+from sepc_torch.data.options import count
 from sepc_torch.data.progress import Choice
 from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.prediction import HeadPrediction

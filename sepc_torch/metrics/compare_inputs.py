@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_array, label_codes, numeric_points
+from sepc_torch.data.arrays import numeric_points
+from sepc_torch.data.labels import label_array, label_codes
 from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Float, Int

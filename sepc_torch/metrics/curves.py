@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.metrics.calibration import check_probability, wilson_interval
 from sepc_torch.metrics.selective import check_flags, expected_losses
 from sepc_torch.shapes import Bool, Float, Int

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.metrics import calibration, selective, unknowns
 from sepc_torch.metrics.calibration import Binning
 from sepc_torch.metrics.unknowns import Positive

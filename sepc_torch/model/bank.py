@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.data.arrays import check_choice, single_row_hint
+from sepc_torch.data.arrays import single_row_hint
+from sepc_torch.data.options import check_choice
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.buffers import at_least_float32

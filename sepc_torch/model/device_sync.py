@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.shapes import Float
 
 # Default batch sizes: a single request, a batch and, on a GPU, a batch large enough to need every kernel.

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_array, label_codes, refuse_duplicates
+from sepc_torch.data.arrays import refuse_duplicates
+from sepc_torch.data.labels import label_array, label_codes
 from sepc_torch.model.device_sync import can_synchronize
 from sepc_torch.shapes import Bool, Float, Int
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import check_choice, usable_device
+from sepc_torch.data.options import check_choice, usable_device
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank

@@ -19,17 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from sepc_torch.data.arrays import (
-    TrainingSet,
-    check_choice,
-    count,
-    feature_scale,
-    float64_device,
-    positive,
-    scale_or_one,
-    training_set,
-)
+from sepc_torch.data.arrays import feature_scale, scale_or_one
+from sepc_torch.data.labels import TrainingSet, training_set
 from sepc_torch.data.memory import PARTITION_COPIES, check_memory
+from sepc_torch.data.options import check_choice, count, float64_device, positive
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.partitioning.cells import ledger

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sepc_torch.data.arrays import count, feature_scale, label_array, numeric_points, training_set
+from sepc_torch.data.arrays import feature_scale, numeric_points
+from sepc_torch.data.labels import label_array, training_set
+from sepc_torch.data.options import count
 from sepc_torch.data.text_table import text_table
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
 from sepc_torch.partitioning.fit import partition as make_partition

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from sepc_torch.data import files
-from sepc_torch.data.arrays import label_codes
+from sepc_torch.data.labels import label_codes
 from sepc_torch.data.text_table import text_table
 from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.partitioning.cells import Ledger

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sepc_torch.data.arrays import label_codes
+from sepc_torch.data.labels import label_codes
 from sepc_torch.metrics.class_table import class_table
 from sepc_torch.model.plane import viewing_plane
 from sepc_torch.plot.palette import axes_or_new, class_style

@@ -11,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from sepc_torch.data.arrays import training_set
+from sepc_torch.data.labels import training_set
 from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.partitioning.record import Partition

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import label_codes, rows_per_chunk
+from sepc_torch.data.arrays import rows_per_chunk
+from sepc_torch.data.labels import label_codes
 from sepc_torch.data.text_table import printable
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import refusal_reason

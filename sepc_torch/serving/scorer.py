@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import Reason, refusal_reason
 from sepc_torch.head.trust_head import TrustHead

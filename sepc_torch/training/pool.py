@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sepc_torch.data.arrays import check_choice
+from sepc_torch.data.options import check_choice
 from sepc_torch.shapes import Int
 from sepc_torch.training.pool_files import read_state, write_state
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.head.conformal import check_share, upper_bound
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Float, Int

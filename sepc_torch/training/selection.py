@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.shapes import Float, Int
 
 Method = Literal["clusters", "kcenter", "kmeans", "topk", "kmeans++", "gumbel"]

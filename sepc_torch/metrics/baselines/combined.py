@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.metrics.baselines.shared import ENTRIES, unit
 from sepc_torch.metrics.baselines.softmax import energy
 from sepc_torch.shapes import Float

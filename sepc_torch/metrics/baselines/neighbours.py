@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.metrics.baselines.shared import neighbour_distance, other_over_own, training, unit
 from sepc_torch.shapes import Float, Int
 

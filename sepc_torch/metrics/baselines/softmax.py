@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import count, positive
+from sepc_torch.data.options import count, positive
 from sepc_torch.shapes import Float
 
 

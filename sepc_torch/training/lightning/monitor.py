@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.training.lightning.pages import figure_loggers
 from sepc_torch.training.lightning.pooling import has_pool
 from sepc_torch.training.lightning.settings import CallbackBase, MisconfigurationException

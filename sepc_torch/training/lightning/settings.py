@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sepc_torch.data.arrays import count
+from sepc_torch.data.options import count
 from sepc_torch.head.conformal import check_share
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
