@@ -76,7 +76,13 @@ def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None
     """Keep names of rows, and numbers such as 1 048 576, sizes and dates, on one line, except in tables with prose."""
     for table in document.findall(nodes.table):
         cells = list(table.findall(nodes.entry))
-        if max(len(cell.astext()) for cell in cells) > _PROSE:
+        # A command in code is no prose; it may take several lines.
+        prose = [
+            text
+            for cell in cells
+            if (text := cell.astext()) not in map(nodes.literal.astext, cell.findall(nodes.literal))
+        ]
+        if max(map(len, prose)) > _PROSE:
             continue  # the width of the page belongs to the prose
         for cell in cells:
             text, first = cell.astext(), cell.parent.index(cell) == 0
