@@ -24,7 +24,7 @@ import torch
 from datasets import Data, data_folder
 from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
-from pictures import save_figure
+from pictures import save_png
 from query_methods import EXTRA, METHODS, Array, Situation
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -326,7 +326,7 @@ def main() -> None:
             "sets": results,
         }
         path = write_results("active_learning", written)
-        print(f"written: {path.name}, {', '.join(p.name for p in save_figure(figure, 'active_learning'))}")
+        print(f"written: {path.name}, {save_png(figure, 'active_learning').name}")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,19 @@ mpl.use("Agg")
 
 def save_figure(figure: Figure, name: str) -> list[Path]:
     """Write the figure as SVG and PNG, bit-identical for identical figures."""
-    FIGURES.mkdir(exist_ok=True)
-    svg, png = FIGURES / f"{name}.svg", FIGURES / f"{name}.png"
+    svg = FIGURES / f"{name}.svg"
+    png = save_png(figure, name)
     with mpl.rc_context({"svg.hashsalt": name}):  # the salt of the ids in the file, random by default
         figure.savefig(svg, dpi=72, bbox_inches="tight", metadata={"Date": None})
-    figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
     return [svg, png]
+
+
+def save_png(figure: Figure, name: str) -> Path:
+    """Write the figure as PNG alone, for pages that do not link an SVG file."""
+    FIGURES.mkdir(exist_ok=True)
+    png = FIGURES / f"{name}.png"
+    figure.savefig(png, dpi=150, bbox_inches="tight", metadata={"Software": None})
+    return png
 
 
 def draw_points(ax: Axes, x: np.ndarray, y: np.ndarray, *, alpha: float = 0.75, names: list[str] | None = None) -> None:

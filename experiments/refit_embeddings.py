@@ -17,7 +17,7 @@ import numpy as np
 from datasets import embeddings
 from harness import arguments, environment, write_results
 from matplotlib.axes import Axes
-from pictures import save_figure
+from pictures import save_png
 from refitting import ARMS, Setting, Trained, compare, show
 
 SETTING = Setting(width=64, dim=6, epochs=30, batch=450, rate=1e-2, weight=0.3)
@@ -53,7 +53,7 @@ def picture(first: dict[str, Trained], y: np.ndarray) -> None:
     titles = ("after cross-entropy alone", "with the loss, ellipsoids constant", "with the loss, through the refit")
     for ax, arm, letter, title in zip(axes.ravel()[1:], ARMS, "bcd", titles, strict=True):
         draw(ax, first[arm].train, y, f"({letter}) {title}")
-    print("written: " + ", ".join(path.name for path in save_figure(figure, "refit_digits")))
+    print(f"written: {save_png(figure, 'refit_digits').name}")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from harness import arguments, environment, write_results
 from matplotlib.axes import Axes
-from pictures import draw_ellipse, draw_points, save_figure
+from pictures import draw_ellipse, draw_points, save_png
 from refitting import ARMS, Setting, Trained, compare, show
 from sklearn.datasets import make_moons
 
@@ -45,7 +45,7 @@ def picture(first: dict[str, Trained], y: np.ndarray) -> None:
         draw(ax, first[arm].train, y, f"({letter}) {title}")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
-    print("written: " + ", ".join(path.name for path in save_figure(figure, "refit_moons")))
+    print(f"written: {save_png(figure, 'refit_moons').name}")
 
 
 def main() -> None:

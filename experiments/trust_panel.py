@@ -56,7 +56,7 @@ from panel_data import (
     tables,
 )
 from peer_names import PEERS
-from pictures import save_figure
+from pictures import save_png
 from resampling import resampled_aurc, resampled_auroc
 from torch import Tensor
 
@@ -330,7 +330,7 @@ def draw(results: list[dict[str, Any]]) -> None:
         axes[1, column].legend(fontsize=8)
     for ax in axes[:, 0]:
         ax.set_ylabel("share of accepted that is wrong")
-    save_figure(figure, "trust_panel")
+    save_png(figure, "trust_panel")
 
 
 def draw_ranks(rows: list[dict[str, Any]], near: set[tuple[str, str]]) -> None:
@@ -367,7 +367,7 @@ def draw_ranks(rows: list[dict[str, Any]], near: set[tuple[str, str]]) -> None:
         ax.set(xlim=(1, None), xlabel=f"mean rank of {len(names)} scores (1 is best)")
         ax.set_title(f"{kind}: {len(sets)} {'set' if len(sets) == 1 else 'sets'}", fontsize=10)
         ax.grid(axis="x", alpha=0.3)
-    save_figure(figure, "trust_panel_ranks")
+    save_png(figure, "trust_panel_ranks")
 
 
 def cases(seeds: list[int]) -> list[Task]:
