@@ -159,7 +159,7 @@ def separate_classes(
         n_jobs: Number of processes.
         progress: Whether to show a progress bar.
 
-    >>> from sepc_torch.data.arrays import training_set
+    >>> from sepc_torch.data.labels import training_set
     >>> data = training_set([[0.0], [1.0], [5.0], [6.0], [10.0], [12.0]], ["a", "a", "b", "b", "c", "c"])
     >>> made = {"max_impure": 0, "solver": "native", "standardize": True, "floor": 1e-3}
     >>> made |= {"rest": "whole", "max_isolated": None, "max_per_class": None}
@@ -215,7 +215,7 @@ def count_partition(
         device: Torch device that counts; by default NumPy does.
         n_jobs: Number of processes.
 
-    >>> from sepc_torch.data.arrays import training_set
+    >>> from sepc_torch.data.labels import training_set
     >>> data = training_set([[0.0], [1.0], [5.0], [6.0]], ["a", "a", "b", "b"])
     >>> pieces = partition(data.points, ["a", "a", "b", "b"]).uncounted()
     >>> count_partition(pieces, data, {"max_isolated": None})
