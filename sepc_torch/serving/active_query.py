@@ -30,10 +30,7 @@ class TrustQuery(SingleAnnotatorPoolQueryStrategy):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        fit_options: dict[str, Any] | None = None,
-        missing_label: Any = MISSING_LABEL,
-        random_state: Any = None,
+        self, fit_options: dict[str, Any] | None = None, missing_label: Any = MISSING_LABEL, random_state: Any = None
     ) -> None:
         super().__init__(missing_label=missing_label, random_state=random_state)
         self.fit_options = fit_options
