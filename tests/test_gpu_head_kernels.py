@@ -42,11 +42,15 @@ def same(found: HeadPrediction, expected: HeadPrediction, names: tuple[str, ...]
 def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
     codes = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
+    twin = (sizes[0] - 1) // 64 * 64  # in the same column of a tile as the first point
+    points[twin] = points[0]
     z = torch.from_numpy(rng.normal(size=(17_000, dim))).float().cuda()
     near = Neighbours(points, codes).cuda()
-    z[0], z[1] = near.points[-1], 0.0
+    z[0], z[1], z[2] = near.points[-1], 0.0, near.points[0]
     assert near.tables
     distance, index = near.nearest(z)
+    assert int(index[2, 0]) == 0
+    assert twin == 0 or not (index == twin).any()
     few = near.nearest(z[:777])  # a batch of this size takes smaller tiles
     assert torch.equal(few[0], distance[:777])
     assert torch.equal(few[1], index[:777])

@@ -6,8 +6,8 @@ r"""Search kernels: the nearest reference point of every class, without a matrix
 3. ``_class_distance`` takes the best point of every class and computes its distance from differences, with sums in
    float64.
 
-Every batch uses the same tiles, so the results of a row do not depend on the batch. Equal closeness goes to the lower
-index.
+Every batch uses the same tiles, so the results of a row do not depend on the batch. Of equal points the first one is
+found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.kernels.tables import SearchTables
+from sepc_torch.head.kernels.tables import CHUNK, SearchTables
 from sepc_torch.model.kernels.distances import power_of_two_above, split_float
 from sepc_torch.model.kernels.launch import Launcher, aligned, jit
 from sepc_torch.model.kernels.tables import TOP, block_size, power_of_two
@@ -61,7 +61,8 @@ def _split_rows(
 def _closest(
     high, low, factor, tile_high, tile_low, half, chunks, best, place,
     points, count, per,
-    block: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr, beside: tl.constexpr, rows: tl.constexpr,
+    block: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr, beside: tl.constexpr, last: tl.constexpr,
+    rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -75,7 +76,6 @@ def _closest(
         x_low = tl.load(low + start, mask=live[:, None], other=0.0)
     for q in range(tl.program_id(1) * per, tl.minimum(tl.program_id(1) * per + per, count)):
         most = tl.full([rows, size], float("-inf"), tl.float32)
-        where = tl.zeros([rows, size], tl.int32)
         first = tl.load(chunks + q)
         tiles = first.to(tl.int64) * (padded * size)
         for t in range(tl.load(chunks + q + 1) - first):
@@ -91,14 +91,14 @@ def _closest(
                 y = tl.dot(x_low, p_high, y)
                 y = tl.dot(x_high, tl.load(tile_low + tiles + spot), y)
             y -= weight * tl.load(half + (first + t) * size + n)[None, :]
-            better = y > most
-            most = tl.where(better, y, most)
-            where = tl.where(better, t, where)
+            # The number of the tile replaces the last bits, so that one maximum finds the closeness and the tile.
+            most = tl.maximum(most, ((y.to(tl.int32, bitcast=True) & ~last) | t).to(tl.float32, bitcast=True))
         # The best of every class of the tiles.
         most = tl.reshape(most, [rows, beside, size // beside])
         found = tl.max(most, axis=2)
-        spots = tl.reshape((first + where) * size + n[None, :], [rows, beside, size // beside])
-        spots = tl.min(tl.where(most == found[:, :, None], spots, 2147483647), axis=2)
+        lane = tl.reshape(tl.broadcast_to(n[None, :], [rows, size]), [rows, beside, size // beside])
+        lane = tl.min(tl.where(most == found[:, :, None], lane, size), axis=2)
+        spots = (first + (found.to(tl.int32, bitcast=True) & last)) * size + lane
         out = (q * beside + tl.arange(0, beside)).to(tl.int64)[None, :] * points + row[:, None]
         tl.store(best + out, found, mask=live[:, None])
         tl.store(place + out, spots, mask=live[:, None])
@@ -179,7 +179,8 @@ def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tens
     _launch_closest(
         (-(-points // rows), -(-chunks // per), 1), (),
         (high, low, factor, tables.high, tables.low, tables.half, tables.chunks, best, place, points, chunks, per),
-        (block, blocks, size, beside, rows), num_warps=8 if blocks > 1 and rows > _FEW_ROWS else 4, num_stages=3,
+        (block, blocks, size, beside, CHUNK // size - 1, rows),
+        num_warps=8 if blocks > 1 and rows > _FEW_ROWS else 4, num_stages=3,
     )  # fmt: skip
     group = min(_CLASSES, power_of_two(classes))
     _launch_distance(

@@ -20,8 +20,8 @@ from sepc_torch.shapes import Float, Int
 _TILE, _WIDE_TILE = 64, 128
 # Points of one class in a tile, if classes have fewer points than a tile on average.
 _PART = 16
-# Points of a chunk.
-_CHUNK = 512
+# Points of a chunk. Its tiles are counted in the last bits of a float32 number (3 bits for 8 tiles).
+CHUNK = 512
 # Coordinates of a block.
 COLUMNS = 32
 
@@ -40,9 +40,10 @@ class SearchTables(NamedTuple):
 
     ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half``
     (T, G, n / G) holds half of the squared length of every point of the G classes of a tile, infinite where a class
-    does not fill its part. ``number`` (T n) holds the number of every point. ``chunks`` (Q + 1) holds the first tile of
-    every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the
-    number of its first part and a bound of the numbers, which increase by G. ``scale`` (1,) is a power of two.
+    does not fill its part. ``number`` (T n) holds the number of every point, or of the first equal point of its class.
+    ``chunks`` (Q + 1) holds the first tile of every chunk. The parts of the chunks are numbered, G for each chunk;
+    ``ranges`` (C, 2) holds, for every class, the number of its first part and a bound of the numbers, which increase by
+    G. ``scale`` (1,) is a power of two.
     """
 
     high: Tensor
@@ -91,7 +92,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     numbers = torch.nn.functional.pad(exact * (TOP / scale), (0, padded - dim))[index]
     numbers = numbers.view(len(owner), size, padded).mT
     high = numbers.half()
-    per_chunk = _CHUNK // size
+    per_chunk = CHUNK // size
     per_group = -(-tiles // per_chunk)
     chunk_owner, chunk = _places(per_group)
     starts = (tiles.cumsum(0) - tiles)[chunk_owner] + per_chunk * chunk
@@ -102,11 +103,23 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
         high=high.contiguous(),
         low=(numbers - high.double()).half().contiguous(),
         half=torch.where(beyond.to(points.device), torch.inf, half).float(),
-        number=index.int(),
+        number=_first_equal(points, ends)[index].int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
         ranges=ranges.int().to(points.device),
         scale=scale.float(),
     )
+
+
+def _first_equal(points: Float[Tensor, "N D"], ends: list[int]) -> Int[Tensor, "N"]:
+    """Number of the first equal point of the same class, for every point.
+
+    >>> _first_equal(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), [3, 4]).tolist()
+    [0, 1, 0, 3]
+    """
+    number = torch.arange(len(points), device=points.device)
+    code = torch.bucketize(number, torch.tensor(ends, device=points.device), right=True)
+    _, group = torch.unique(torch.cat([code.to(points).unsqueeze(1), points], dim=1), dim=0, return_inverse=True)
+    return torch.full_like(number, len(points)).scatter_reduce(0, group, number, "amin")[group]
 
 
 def _places(counts: Int[Tensor, "G"]) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
