@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model.kernels.decide import two_least
 from sepc_torch.model.kernels.distances import program_shape, tile_distance, tile_scale
 from sepc_torch.model.kernels.launch import jit
+from sepc_torch.model.kernels.nearest import two_least
 from sepc_torch.model.kernels.tables import TOP, Rounded, Split
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
