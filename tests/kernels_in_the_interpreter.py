@@ -18,7 +18,7 @@ from ellipsoid_banks import bank_of
 from ellipsoid_models import distances_in_many, model_of, points_for
 
 from sepc_torch.model import kernels
-from sepc_torch.model.kernels import Kernels, decide, distances, tables
+from sepc_torch.model.kernels import Kernels, decide, decision_tables, distances, tables
 from sepc_torch.model.prediction import Prediction, predict_for_label
 from sepc_torch.model.rules import TrainingCounts, resolve
 from sepc_torch.partitioning.cells import Ledger
@@ -87,7 +87,7 @@ def check_against_torch(
     """Kernels and torch decide alike, for a program to a row and a thread to a row; returns the rules that fired."""
     found = resolve(distance, training, nearness)
     own, judged = (predict_for_label(distance, found, training, totals, label) for label in (found.label, given))
-    model = Kernels(tables.rule_tables(training, totals), None, None)
+    model = Kernels(decision_tables.rule_tables(training, totals), None, None)
     for many in (1, 2**30):
         use_many_rows_from(many)
         both = kernels.decide_distances(distance, nearness, given, model)
@@ -172,7 +172,7 @@ def check_counting(rng: Rng) -> None:
         torch.float32,
     )
     totals = torch.zeros(4, dtype=torch.int64).index_add_(0, training.entry_classes, counts) + 2**29
-    assert len(tables.rule_tables(training, totals).digits) == 23
+    assert len(decision_tables.rule_tables(training, totals).digits) == 23
     check_against_torch(distances_in_many(rng, 40, 4), training, totals, torch.from_numpy(rng.integers(0, 4, 4)))
 
 
@@ -181,14 +181,14 @@ def check_equal_hashes(rng: Rng) -> None:
     sepc = model_of(rng, 20, 2, 3, held=3.0, points=60)
     z = points_for(rng, sepc, 6, bad=False)
     given = torch.from_numpy(rng.integers(0, 3, 6))
-    with mock.patch.object(tables, "ellipsoid_hashes", lambda count: np.ones(count, dtype=np.int64)):
+    with mock.patch.object(decision_tables, "ellipsoid_hashes", lambda count: np.ones(count, dtype=np.int64)):
         check_against_torch(sepc.bank(z), sepc.training_counts, sepc.totals, given)
 
 
 def check_lookup(rng: Rng) -> None:
     """Known sets of ellipsoids are looked up: wrong digits for counting do not change them."""
     sepc = model_of(rng, 20, 2, 3, held=3.0, points=60)
-    rules = tables.rule_tables(sepc.training_counts, sepc.totals)
+    rules = decision_tables.rule_tables(sepc.training_counts, sepc.totals)
     cells = torch.from_numpy(Ledger(*(table.numpy() for table in sepc.training_counts[1:11])).cells)
     known = (rules.verdicts[20:] >= 0) & (sepc.cell_sizes > 1)
     inside = cells[known][:5]

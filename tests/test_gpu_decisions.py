@@ -14,7 +14,7 @@ from sepc_torch import SEPC, Prediction
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import kernels as model_kernels
 from sepc_torch.model.kernels import decide_distances
-from sepc_torch.model.kernels.tables import rule_tables
+from sepc_torch.model.kernels.decision_tables import rule_tables
 from sepc_torch.model.prediction import predict_for_label
 from sepc_torch.model.rules import resolve
 

@@ -20,7 +20,9 @@ from ellipsoid_models import model_of
 
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.kernels import Kernels, kernels_for
-from sepc_torch.model.kernels.tables import TOP, power_of_two_above, rounded, rule_tables, spectral_bound, split
+from sepc_torch.model.kernels.decision_tables import rule_tables
+from sepc_torch.model.kernels.rounded_ellipsoids import rounded, spectral_bound
+from sepc_torch.model.kernels.tables import TOP, power_of_two_above, split
 
 Rng = np.random.Generator
 

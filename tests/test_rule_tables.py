@@ -10,15 +10,8 @@ import torch
 from ellipsoid_models import model_of
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model.kernels.tables import (
-    TIED,
-    RuleTables,
-    addressable,
-    entries,
-    hash_table,
-    packed,
-    rule_tables,
-)
+from sepc_torch.model.kernels.cell_tables import entries, hash_table, packed
+from sepc_torch.model.kernels.decision_tables import TIED, RuleTables, addressable, rule_tables
 from sepc_torch.model.rules import TrainingCounts
 from sepc_torch.partitioning.cells import TAIL, Ledger, ellipsoid_hashes, set_keys
 
@@ -140,7 +133,7 @@ def test_merged_distances_count_like_those_of_the_classes(
 
     With 20 steps the ellipsoids have a horizon.
     """
-    monkeypatch.setattr("sepc_torch.model.kernels.tables._MERGED_AT_ONCE", at_once)
+    monkeypatch.setattr("sepc_torch.model.kernels.decision_tables._MERGED_AT_ONCE", at_once)
     sepc = model_of(rng, 12, 2, 4, mixed=True, steps=steps, dtype=torch.float64)
     training = sepc.training_counts
     ledger = ledger_of(training)

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor
 
 from sepc_torch.model import torch_ops
+from sepc_torch.model.kernels.decision_tables import RuleTables, addressable, rule_tables
 from sepc_torch.model.kernels.launch import available, on_device, within_32_bits
-from sepc_torch.model.kernels.tables import (
-    Rounded,
-    RuleTables,
-    Split,
-    addressable,
-    block_size,
-    rounded,
-    rule_tables,
-    split,
-)
+from sepc_torch.model.kernels.rounded_ellipsoids import Rounded, rounded
+from sepc_torch.model.kernels.tables import Split, block_size, split
 from sepc_torch.model.rules import TrainingCounts
 from sepc_torch.shapes import Float, Int
 

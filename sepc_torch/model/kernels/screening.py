@@ -1,8 +1,9 @@
 r"""Screening kernels: float16 estimates of all distances, and accurate distances where the decision needs them.
 
 1. ``_estimate`` computes every distance by one float16 product.
-2. ``_select`` compares each estimate with its error bound (:class:`~sepc_torch.model.kernels.tables.Rounded`) and lists
-   the pairs of row and ellipsoid whose accurate distance can matter.
+2. ``_select`` compares each estimate with its error bound
+   (:class:`~sepc_torch.model.kernels.rounded_ellipsoids.Rounded`) and lists the pairs of row and ellipsoid whose
+   accurate distance can matter.
 3. ``_refine`` computes the listed distances with the arithmetic of :mod:`sepc_torch.model.kernels.distances` and
    overwrites the estimates.
 
@@ -25,7 +26,8 @@ from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.kernels.distances import program_shape, tile_distance, tile_scale
 from sepc_torch.model.kernels.launch import jit
 from sepc_torch.model.kernels.nearest import two_least
-from sepc_torch.model.kernels.tables import TOP, Rounded, Split
+from sepc_torch.model.kernels.rounded_ellipsoids import Rounded
+from sepc_torch.model.kernels.tables import TOP, Split
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
 
