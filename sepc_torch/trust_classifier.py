@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import sklearn
-import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, clone
-from sklearn.model_selection import check_cv
-from sklearn.utils import _safe_indexing, check_random_state, get_tags, indexable
+from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin
+from sklearn.utils import check_random_state, get_tags, indexable
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_method_params, check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
+from sepc_torch.classifier_calibration import ClassifierTraining, keep_promise
 from sepc_torch.classifier_embedding import ClassifierEmbedding
 from sepc_torch.data.text_table import printable
-from sepc_torch.head.calibration_set import LEAST_CALIBRATION
 from sepc_torch.head.conformal import check_share
-from sepc_torch.head.cross_calibration import Fold, calibrate_out_of_fold
-from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.label_calibration import Acceptance
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import TrustHead
-from sepc_torch.shapes import Array, Bool, Float, Int
-
-# Dimensions that the head of a table may be reduced to, so that its smallest class has twice as many rows. Classes that
-# are smaller yet do not decide for all others; the head then warns of them.
-_LEAST_DIM = 8
+from sepc_torch.shapes import Array, Bool, Float
 
 
 class CalibrationWarning(UserWarning):
@@ -199,10 +190,24 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         if self.reject_label is not None and self.reject_label in y.tolist():
             raise ValueError(f"reject_label={printable(self.reject_label)} is a label of y; choose another one.")
         random = check_random_state(self.random_state)
+        training = ClassifierTraining(self.estimator, self.embed, X, y, fit_params, self.keep_points)
         if self.cv is None:
-            self._fit_with_part(X, y, fit_params, random)
+            fitted = training.calibrate_with_part(self.calibration_size, random)
         else:
-            self._fit_with_folds(X, y, fit_params, random)
+            fitted = training.calibrate_with_folds(self.cv, random)
+        self.estimator_, self.embedding_, self.head_, shortfall = fitted
+        self.classes_ = self.estimator_.classes_
+        self.acceptance_ = None
+        if shortfall is None:
+            self.acceptance_, shortfall = keep_promise(
+                self.head_,
+                risk=self.risk,
+                flag_rate=self.flag_rate,
+                delta=self.delta,
+                rows_per_point=1.0 / self.calibration_size if self.cv is None else 1.0,
+            )
+        if shortfall is not None:
+            warnings.warn(shortfall, CalibrationWarning, stacklevel=2)
         return self
 
     def predict(self, X: Any) -> Array:
@@ -352,105 +357,3 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             )
         validate_data(self, X, reset=False, skip_check_array=True)
         return X
-
-    def _fit_estimator(self, X: Any, y: Array, params: dict[str, Any], rows: Int[Array, "n"] | None) -> Any:
-        """A clone of the estimator fitted to some rows, or to all for None."""
-        if rows is None:
-            return clone(self.estimator).fit(X, y, **_check_method_params(X, params))
-        some = _check_method_params(X, params, indices=rows)
-        return clone(self.estimator).fit(_safe_indexing(X, rows), y[rows], **some)
-
-    def _fit_head(
-        self, estimator: Any, X: Any, y: Array, keep_points: bool = False
-    ) -> tuple[ClassifierEmbedding, TrustHead]:
-        """The embedding of rows that the estimator was fitted to, and a head on it."""
-        embedding = ClassifierEmbedding.fit(self.embed, estimator, X)
-        z = embedding.embed(estimator, X)
-        # Some rows of a network can be zero, which have no direction.
-        unit_length = embedding.features is None and bool(z.any(axis=1).all())
-        sizes = np.unique(y, return_counts=True)[1]
-        least = int(sizes.min()) // 2
-        head = TrustHead.fit(
-            *(z, y),
-            dim=min(least, default_dim(sizes, z.shape[1])) if least >= _LEAST_DIM else None,
-            normalize="l2" if unit_length else None,
-            nan_policy="flag",
-            progress=False,
-            classes=estimator.classes_,
-            keep_points=keep_points,
-        )
-        return embedding, head
-
-    def _fit_with_part(self, X: Any, y: Array, params: dict[str, Any], random: Any) -> None:
-        order = random.permutation(len(y))
-        held = round(self.calibration_size * len(y))
-        fitted, calibration = order[held:], order[:held]
-        # The estimator must see every class.
-        lacking = ~np.isin(y[calibration], y[fitted])
-        fitted, calibration = np.append(fitted, calibration[lacking]), calibration[~lacking]
-        enough = len(calibration) >= LEAST_CALIBRATION
-        if not enough:
-            fitted = np.arange(len(y))
-        self.estimator_ = self._fit_estimator(X, y, params, fitted if enough else None)
-        self.classes_ = self.estimator_.classes_
-        self.embedding_, self.head_ = self._fit_head(
-            self.estimator_, _safe_indexing(X, fitted), y[fitted], self.keep_points
-        )
-        if not enough:
-            more = math.ceil((LEAST_CALIBRATION - len(calibration)) / self.calibration_size)
-            left = f"calibration_size={self.calibration_size:g} leaves {len(calibration)} of {len(y)}"
-            self._accept_nothing(f"{left}, about {more} rows too few")
-            return
-        z, logits = self.embedding_(self.estimator_, _safe_indexing(X, calibration))
-        self.head_.calibrate(z, y[calibration], logits, seed=int(random.randint(2**31)))
-        self._accept_at()
-
-    def _fit_with_folds(self, X: Any, y: Array, params: dict[str, Any], random: Any) -> None:
-        self.estimator_ = self._fit_estimator(X, y, params, None)
-        self.classes_ = self.estimator_.classes_
-        self.embedding_, self.head_ = self._fit_head(self.estimator_, X, y, self.keep_points)
-        if len(y) < LEAST_CALIBRATION or np.unique(y, return_counts=True)[1].min() < 2:
-            self._accept_nothing(f"with cv, every class needs two rows, and {len(y)} rows are given")
-            return
-        folds = []
-        for fitted, left_out in check_cv(self.cv, y, classifier=True).split(X, y):
-            if set(y[fitted].tolist()) != set(y.tolist()):
-                self._accept_nothing("a fold of cv lacks a class: a class has fewer rows than there are folds")
-                return
-            estimator = self._fit_estimator(X, y, params, fitted)
-            embedding, head = self._fit_head(estimator, _safe_indexing(X, fitted), y[fitted])
-            z, logits = embedding(estimator, _safe_indexing(X, left_out))
-            folds.append(Fold(head, torch.from_numpy(z), y[left_out], torch.from_numpy(logits)))
-        calibrate_out_of_fold(self.head_, folds, seed=int(random.randint(2**31)))
-        self._accept_at()
-
-    def _accept_nothing(self, reason: str) -> None:
-        self.acceptance_ = None
-        warnings.warn(
-            f"The head is not calibrated and accepts nothing: {reason}; {LEAST_CALIBRATION} calibration rows are "
-            "needed. Give more rows, a larger calibration_size, or cv.",
-            CalibrationWarning,
-            stacklevel=4,
-        )
-
-    def _accept_at(self) -> None:
-        """Set the threshold; warn if the rows are too few for the wanted promise."""
-        assert self.head_.calibration is not None
-        labels, rows = self.head_.calibration.network, 1.0 / self.calibration_size if self.cv is None else 1.0
-        if self.risk is not None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The head accepts nothing", UserWarning)
-                self.acceptance_ = self.head_.accept_at(risk=self.risk, delta=self.delta)
-            if not self.acceptance_.found:
-                limits = labels.shortfall(self.risk, self.delta, rows, "rows of X")
-                warnings.warn(f"The head accepts nothing: {limits}", CalibrationWarning, stacklevel=4)
-            return
-        least = labels.least_flag_rate(self.flag_rate)
-        if least > self.flag_rate:
-            warnings.warn(
-                f"{labels.flag_rate_shortfall(self.flag_rate, rows, 'rows of X')} Until then up to {least:.3g} of rows "
-                f"like the calibration rows are refused; flag_rate={least:.3g} says so without this warning.",
-                CalibrationWarning,
-                stacklevel=4,
-            )
-        self.acceptance_ = self.head_.accept_at(flag_rate=least)
