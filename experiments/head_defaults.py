@@ -25,7 +25,8 @@ from bench_classes import embeddings
 from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
 from panel_data import Case, Rows, fashion_case, table_case, tables
-from trust_panel import head_scores, judge, tensor
+from panel_metrics import judge
+from panel_scores import head_scores, tensor
 
 from sepc_torch import TrustHead
 from sepc_torch.metrics import failure_auroc

@@ -22,9 +22,10 @@ import torch
 from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
 from panel_data import LEAST_CLASSES, Case, clinc_case, fashion_case, paper_tables, resnet_case, table_case, tables
+from panel_metrics import joint
+from panel_scores import fitted, groups, peer_scores, tensor
 from peer_names import PEERS
 from torch import Tensor
-from trust_panel import fitted, groups, joint, peer_scores, tensor
 
 from sepc_torch.head.assess import joint_score
 from sepc_torch.head.calibration_set import calibration_set
