@@ -109,7 +109,7 @@ def test_decision_kernels_compile_for_a_gpu(
     rules = {"limit": 1.0001, "tie": 1.000001, "judging": judging}
     look = decide.lookup_shape(rows, ellipsoids)._asdict() | rules | {"euclidean": euclidean}
     count = decide.count_shape(rows, ellipsoids, classes, most_words=5)._asdict() | rules
-    for kernel, constants in ((lookup._decide_rows, look), (majority._count_rows, count)):
+    for kernel, constants in ((lookup.decide_rows, look), (majority.count_rows, count)):
         options = {"num_warps": constants.pop("warps")}
         types = dict.fromkeys(kernel.arg_names, "*i32")
         for names, kind in ((_SIZES, "i32"), (_LONG, "*i64"), (_NUMBERS, f"*{number}"), (constants, "constexpr")):

@@ -99,6 +99,7 @@ def _closest(
         lane = tl.reshape(tl.broadcast_to(n[None, :], [rows, size]), [rows, beside, size // beside])
         lane = tl.min(tl.where(most == found[:, :, None], lane, size), axis=2)
         spots = (first + (found.to(tl.int32, bitcast=True) & last)) * size + lane
+        spots = tl.where(lane < size, spots, first * size)  # NaN equals nothing
         out = (q * beside + tl.arange(0, beside)).to(tl.int64)[None, :] * points + row[:, None]
         tl.store(best + out, found, mask=live[:, None])
         tl.store(place + out, spots, mask=live[:, None])

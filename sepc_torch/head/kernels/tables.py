@@ -1,7 +1,7 @@
 r"""Reference points, regions and projections in the memory layout of the kernels.
 
 The reference points of a class fill whole tiles of equal size. Small classes lie side by side in the tiles, in parts of
-equal width. What a class does not fill holds points at infinity. Tiles are stored as pairs of float16 numbers, ``high``
+equal width. What a class does not fill repeats its last point. Tiles are stored as pairs of float16 numbers, ``high``
 and ``low``, whose sum has 22 bits of a point (:mod:`sepc_torch.model.kernels.tables` explains such pairs). A *chunk* is
 a run of tiles of the same classes: the unit of work that a small batch spreads over the chip.
 """
@@ -39,11 +39,10 @@ class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 
     ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half``
-    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile, infinite where a class
-    does not fill its part. ``number`` (T n) holds the number of every point, or of the first equal point of its class.
-    ``chunks`` (Q + 1) holds the first tile of every chunk. The parts of the chunks are numbered, G for each chunk;
-    ``ranges`` (C, 2) holds, for every class, the number of its first part and a bound of the numbers, which increase by
-    G. ``scale`` (1,) is a power of two.
+    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile. ``number`` (T n) holds
+    the number of every point, or of the first equal point of its class. ``chunks`` (Q + 1) holds the first tile of
+    every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the
+    number of its first part and a bound of the numbers, which increase by G. ``scale`` (1,) is a power of two.
     """
 
     high: Tensor
@@ -84,11 +83,10 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     tiles = (-(-(last - first) // width)).amax(dim=(1, 2))
     owner, tile = _places(tiles)
     place = first[owner] + width * tile[:, None, None] + torch.arange(width)
-    beyond = place >= last[owner]
     index = torch.minimum(place, (last[owner] - 1).clamp_min(0)).flatten().to(points.device)
     exact = points.double()
     scale = power_of_two_above(exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny).reshape(1))
-    half = (exact.square().sum(dim=1)[index] / 2).view(beyond.shape)
+    half = (exact.square().sum(dim=1)[index] / 2).view(place.shape)
     numbers = torch.nn.functional.pad(exact * (TOP / scale), (0, padded - dim))[index]
     numbers = numbers.view(len(owner), size, padded).mT
     high = numbers.half()
@@ -102,7 +100,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     return SearchTables(
         high=high.contiguous(),
         low=(numbers - high.double()).half().contiguous(),
-        half=torch.where(beyond.to(points.device), torch.inf, half).float(),
+        half=half.float(),
         number=_first_equal(points, ends)[index].int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
         ranges=ranges.int().to(points.device),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton.language as tl
 
 from sepc_torch.model.kernels.launch import jit
-from sepc_torch.model.kernels.nearest import _NONE
+from sepc_torch.model.kernels.nearest import NONE
 
 
 @jit
-def _count_within(numbers, size, most, bound, wanted):
+def count_within(numbers, size, most, bound, wanted):
     """How many of ``size`` ascending numbers are at most ``bound``, by a four-way search (three pivots per step).
 
     ``numbers`` is a block of pointers, one sequence per element; ``most`` is the largest size, a scalar. The count lies
@@ -33,7 +33,7 @@ def _count_within(numbers, size, most, bound, wanted):
 
 
 @jit
-def _expanded_count(
+def expanded_count(
     totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, k, c, bound, wanted, steps, levels
 ):  # fmt: skip
     """Number of training points of class c within ``bound`` of ellipsoid k.
@@ -46,24 +46,24 @@ def _expanded_count(
     first = tl.load(class_starts + c, mask=wanted, other=0)
     begin, end = first, tl.load(class_starts + c + 1, mask=wanted, other=0)
     if levels > 0:  # the ellipsoids keep different steps
-        end = _count_within(step_ids + row, steps, steps, end - 1, wanted)
-        begin = _count_within(step_ids + row, steps, steps, first - 1, wanted)
+        end = count_within(step_ids + row, steps, steps, end - 1, wanted)
+        begin = count_within(step_ids + row, steps, steps, first - 1, wanted)
     size = end - begin
-    passed = _count_within(step_distances + row + begin, size, tl.max(size, axis=0), bound, wanted)
+    passed = count_within(step_distances + row + begin, size, tl.max(size, axis=0), bound, wanted)
     count = tl.load(grid_counts + first + passed - 1, mask=wanted & (passed > 0), other=0)
     if levels > 0:
-        level = _count_within(tail_distances + k.to(tl.int64) * levels, levels, levels, bound, wanted)
+        level = count_within(tail_distances + k.to(tl.int64) * levels, levels, levels, bound, wanted)
         missing = tl.load(totals + c, mask=wanted, other=0) - count
         count += (missing * level // levels).to(tl.int32)
     return count
 
 
 @jit
-def _line_count(line_starts, line_classes, line_counts, line, c, wanted):
+def line_count(line_starts, line_classes, line_counts, line, c, wanted):
     """Number of training points of class c in a line of class counts."""
     start = tl.load(line_starts + line, mask=wanted, other=0)
     size = (tl.load(line_starts + line + 1, mask=wanted, other=0) - start).to(tl.int32)
-    at = start + _count_within(line_classes + start, size, tl.max(size, axis=0), c, wanted) - 1
+    at = start + count_within(line_classes + start, size, tl.max(size, axis=0), c, wanted) - 1
     there = wanted & (at >= start)
     there = there & (tl.load(line_classes + at, mask=there, other=-1) == c)
     return tl.load(line_counts + at, mask=there, other=0)
@@ -81,7 +81,7 @@ def _popcount(x):
 
 
 @jit
-def _region_counts(
+def region_counts(
     distance, members, entry_starts, digits, row, rows, ellipsoids, group, classes, entry_words, digit_count,
     limit: tl.constexpr, span: tl.constexpr, words: tl.constexpr,
 ):  # fmt: skip
@@ -106,12 +106,12 @@ def _region_counts(
         while begin < ellipsoids:
             k = begin + tl.arange(0, span)
             d = tl.load(distance + k * rows + row, mask=k < ellipsoids, other=float("inf"))
-            member = tl.min(tl.where(d <= limit, k, _NONE), axis=0)
-            while member < _NONE:
+            member = tl.min(tl.where(d <= limit, k, NONE), axis=0)
+            while member < NONE:
                 bits = tl.load(members + member * entry_words + entry, mask=here, other=0)
                 every &= bits
                 some |= bits
-                member = tl.min(tl.where((d <= limit) & (k > member), k, _NONE), axis=0)
+                member = tl.min(tl.where((d <= limit) & (k > member), k, NONE), axis=0)
             begin += span
         digit = 0
         while digit < digit_count:
@@ -126,7 +126,7 @@ def _region_counts(
 
 
 @jit
-def _expanded_counts(
+def expanded_counts(
     distance, nearness, order, totals, class_starts, grid_counts, step_ids, step_distances, tail_distances,
     row, rows, ellipsoids, group, classes, steps, levels, within, limit: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
@@ -134,21 +134,21 @@ def _expanded_counts(
 
     A count is the number of training points in an ellipsoid that is expanded to touch the row.
     """
-    fewest = group * 0 + _NONE
+    fewest = group * 0 + NONE
     most = group * 0
     begin = 0
     while begin < ellipsoids:
         k = begin + tl.arange(0, span)
         near = tl.load(nearness + k * rows + row, mask=k < ellipsoids, other=float("inf"))
         equal = (near <= within) & (k < ellipsoids)
-        nth = tl.min(tl.where(equal, k, _NONE), axis=0)
-        while nth < _NONE:
+        nth = tl.min(tl.where(equal, k, NONE), axis=0)
+        while nth < NONE:
             bound = group * 0.0 + tl.load(distance + nth * rows + row) * limit
-            found = _expanded_count(
+            found = expanded_count(
                 totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, tl.load(order + nth),
                 group, bound, group < classes, steps, levels,
             )  # fmt: skip
             fewest, most = tl.minimum(fewest, found), tl.maximum(most, found)
-            nth = tl.min(tl.where(equal & (k > nth), k, _NONE), axis=0)
+            nth = tl.min(tl.where(equal & (k > nth), k, NONE), axis=0)
         begin += span
     return fewest, most

@@ -5,10 +5,10 @@ without synchronising with the host.
 
 A row is one point. Its *members* are the ellipsoids that contain it.
 
-1. ``_decide_rows`` (:mod:`~sepc_torch.model.kernels.lookup`) passes once over the distances of a row. The kernel finds
+1. ``decide_rows`` (:mod:`~sepc_torch.model.kernels.lookup`) passes once over the distances of a row. The kernel finds
    the members, the nearest ellipsoid, and the nearest ellipsoid of another class. Then it looks the row up in the rule
    tables (:class:`~sepc_torch.model.kernels.decision_tables.RuleTables`).
-2. ``_count_rows`` (:mod:`~sepc_torch.model.kernels.majority`) takes the rows that the first kernel left pending: rows
+2. ``count_rows`` (:mod:`~sepc_torch.model.kernels.majority`) takes the rows that the first kernel left pending: rows
    whose set of members is that of no training point, rows for which several classes tie for the majority, and rows
    outside that are equally near to several ellipsoids. It counts the training points of the region and applies the
    majority rules.
@@ -26,8 +26,8 @@ from torch import Tensor
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.kernels.decision_tables import RuleTables
 from sepc_torch.model.kernels.launch import Launcher, aligned
-from sepc_torch.model.kernels.lookup import _decide_rows
-from sepc_torch.model.kernels.majority import _count_rows
+from sepc_torch.model.kernels.lookup import decide_rows
+from sepc_torch.model.kernels.majority import count_rows
 from sepc_torch.model.kernels.tables import power_of_two
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
@@ -35,8 +35,8 @@ from sepc_torch.shapes import Float, Int
 _LIMIT = 1.0 + SURFACE_TOLERANCE
 _TIE = 1.0 + NEAREST_TIE
 
-_launch_decide = Launcher(_decide_rows)
-_launch_count = Launcher(_count_rows)
+_launch_decide = Launcher(decide_rows)
+_launch_count = Launcher(count_rows)
 
 
 def decide_into(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from sepc_torch.model.kernels.class_counts import _count_within, _expanded_count, _line_count
+from sepc_torch.model.kernels.class_counts import count_within, expanded_count, line_count
 from sepc_torch.model.kernels.launch import jit
-from sepc_torch.model.kernels.nearest import _margin, _nearest, _scan
+from sepc_torch.model.kernels.nearest import margin_of, nearest_ellipsoid, scan_ellipsoids
 from sepc_torch.model.kernels.result_columns import (
-    _OUTSIDE,
-    _OVERLAP,
-    _PENDING_INSIDE,
-    _PENDING_OUTSIDE,
-    _SINGLE,
-    _UNION,
-    _store,
-    _store_given,
-    _trust,
+    OUTSIDE,
+    OVERLAP,
+    PENDING_INSIDE,
+    PENDING_OUTSIDE,
+    SINGLE,
+    UNION,
+    store_columns,
+    store_given,
+    trust_of,
 )
 
 
@@ -53,7 +53,7 @@ def _known_cell(
 
 # Triton must not specialise on sizes: every new batch or model size would compile again.
 @jit(do_not_specialize=["rows", "stride", "ellipsoids", "steps", "levels", "slot_mask", "probes"])
-def _decide_rows(
+def decide_rows(
     distance, nearness, given, ints, floats,
     codes, order, starts, totals, hashes, keys, slots, cell_starts, cell_members, verdicts, verdict_counts, sums,
     line_starts, line_classes, line_counts, merged, merged_counts, merged_sums,
@@ -65,13 +65,13 @@ def _decide_rows(
     """Decide the rows of a tile that the tables cover; mark the other rows as pending."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     live = row < rows
-    least, where, second, label, other, other_class, number, indices, key, finite = _scan(
+    least, where, second, label, other, other_class, number, indices, key, finite = scan_ellipsoids(
         distance, codes, hashes, row, live, rows, ellipsoids, limit, lanes, unroll
     )
     least_class = label
     bad = ~finite
     outside, single, several = number == 0, live & (number == 1), live & (number > 1)
-    nearest, label, nearest_distance, alone = _nearest(
+    nearest, label, nearest_distance, alone = nearest_ellipsoid(
         distance, nearness, codes, row, live, rows, ellipsoids, least, where, second, label, outside,
         tie, euclidean, lanes, unroll,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _decide_rows(
     expands = live & outside & alone
     bound = nearest_distance * limit
     place = nearest.to(tl.int64) * (steps + levels)
-    passed = _count_within(merged + place, steps + levels, steps + levels, bound, expands)
+    passed = count_within(merged + place, steps + levels, steps + levels, bound, expands)
     place += nearest + passed
     count += tl.load(merged_counts + place, mask=expands, other=0)
     weighted += tl.load(merged_sums + place, mask=expands, other=0)
@@ -102,9 +102,9 @@ def _decide_rows(
     decided = settled | expands | bad
     label = tl.where(bad, -1, label)
     total = tl.load(totals + label, mask=live & ~bad, other=0)
-    trust = tl.where(bad, 0.0, _trust(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
-    rule = tl.where(outside, _OUTSIDE, tl.where(single, _SINGLE, tl.where((verdict & 1) == 1, _OVERLAP, _UNION)))
-    margin, runner_up = _margin(
+    trust = tl.where(bad, 0.0, trust_of(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
+    rule = tl.where(outside, OUTSIDE, tl.where(single, SINGLE, tl.where((verdict & 1) == 1, OVERLAP, UNION)))
+    margin, runner_up = margin_of(
         distance, starts, row, rows, live, label, least, least_class, other, other_class, 4
     )  # fmt: skip
     place = tl.load(order + nearest, mask=live, other=0)
@@ -112,22 +112,22 @@ def _decide_rows(
     # The result columns of a pending row pass values to the second kernel: rule holds the class at the least distance,
     # nearest the sorted index of the nearest ellipsoid, runner-up the nearest other class, trust the least distance,
     # margin the distance to the other class.
-    _store(
-        ints, floats, stride, row, live, tl.where(decided, label, tl.where(outside, _PENDING_OUTSIDE, _PENDING_INSIDE)),
+    store_columns(
+        ints, floats, stride, row, live, tl.where(decided, label, tl.where(outside, PENDING_OUTSIDE, PENDING_INSIDE)),
         tl.where(decided, rule, least_class), tl.where(decided, place, nearest),
         tl.where(decided, runner_up, other_class), tl.where(decided, trust, least), nearest_distance,
         tl.where(decided, margin, other),
     )  # fmt: skip
     if judging:
         theirs = tl.load(given + row, mask=live, other=0).to(tl.int32)
-        count = _line_count(line_starts, line_classes, line_counts, line, theirs, settled)
-        count += _expanded_count(
+        count = line_count(line_starts, line_classes, line_counts, line, theirs, settled)
+        count += expanded_count(
             totals, class_starts, grid_counts, step_ids, step_distances, tail_distances, place, theirs, bound, expands,
             steps, levels,
         )  # fmt: skip
         total = tl.load(totals + theirs, mask=live, other=0)
-        trust = tl.where(bad, 0.0, _trust(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
-        margin, runner_up = _margin(
+        trust = tl.where(bad, 0.0, trust_of(count.to(tl.float64), total.to(tl.float64), weighted.to(tl.float64)))
+        margin, runner_up = margin_of(
             distance, starts, row, rows, live, theirs, least, least_class, other, other_class, 4
         )  # fmt: skip
-        _store_given(ints, floats, stride, row, live, runner_up, trust, margin)
+        store_given(ints, floats, stride, row, live, runner_up, trust, margin)

@@ -7,7 +7,7 @@ import triton.language as tl
 from sepc_torch.model.kernels.launch import jit
 
 # Larger than every index: the minimum over no index at all.
-_NONE = tl.constexpr(2**31 - 1)
+NONE = tl.constexpr(2**31 - 1)
 
 
 @jit
@@ -27,7 +27,7 @@ def two_least(x, k, least, where, second):
 def _nearer(
     least, where, second, label, other, other_label, least_2, where_2, second_2, label_2, other_2, other_label_2
 ):  # fmt: skip
-    """Combine two partial results of :func:`_scan`; ties go to the lower index."""
+    """Combine two partial results of :func:`scan_ellipsoids`; ties go to the lower index."""
     swap = (least_2 < least) | ((least_2 == least) & (where_2 < where))
     least, least_2 = tl.where(swap, least_2, least), tl.where(swap, least, least_2)
     label, label_2 = tl.where(swap, label_2, label), tl.where(swap, label, label_2)
@@ -43,7 +43,7 @@ def _nearer(
 
 
 @jit
-def _scan(
+def scan_ellipsoids(
     distance, codes, hashes, row, live, rows, ellipsoids,
     limit: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
@@ -105,13 +105,13 @@ def _two_nearest(numbers, row, live, rows, ellipsoids, lanes: tl.constexpr, unro
             least, where, second = two_least(x, k, least, where, second)
         begin += unroll * lanes
     best = tl.min(least, axis=1)
-    nearest = tl.min(tl.where(least == best[:, None], where, _NONE), axis=1)
+    nearest = tl.min(tl.where(least == best[:, None], where, NONE), axis=1)
     rest = tl.where((least == best[:, None]) & (where == nearest[:, None]), second, least)
     return best, nearest, tl.min(rest, axis=1)
 
 
 @jit
-def _nearest(
+def nearest_ellipsoid(
     distance, nearness, codes, row, live, rows, ellipsoids, least, where, second, label, outside,
     tie: tl.constexpr, euclidean: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _class_distance(distance, starts, row, rows, label, wanted, unroll: tl.const
 
 
 @jit
-def _margin(distance, starts, row, rows, live, label, least, least_class, other, other_class, unroll: tl.constexpr):
+def margin_of(distance, starts, row, rows, live, label, least, least_class, other, other_class, unroll: tl.constexpr):
     """Distance to the nearest other class over that to the label's own class, and the other class."""
     tiny: tl.constexpr = 2.0**-1022 if distance.dtype.element_ty == tl.float64 else 2.0**-126
     nearest_is_own = least_class == label
@@ -163,7 +163,7 @@ def _margin(distance, starts, row, rows, live, label, least, least_class, other,
 
 
 @jit
-def _nearest_of_classes(distance, starts, row, rows, group, tied):
+def nearest_of_classes(distance, starts, row, rows, group, tied):
     """The nearest of the tied classes of a group to one row, and its distance; ties go to the lower class."""
     lane = tl.arange(0, 32)[None, :]
     largest: tl.constexpr = 1.7976931348623157e308 if distance.dtype.element_ty == tl.float64 else 3.4028234663852886e38
@@ -179,4 +179,4 @@ def _nearest_of_classes(distance, starts, row, rows, group, tied):
     # The finite maximum lets a tied class without an ellipsoid win against classes that are not tied (infinity).
     close = tl.where(tied, tl.minimum(tl.min(near, axis=1), largest), float("inf"))
     closest = tl.min(close, axis=0)
-    return tl.min(tl.where(tied & (close == closest), group, _NONE), axis=0), closest
+    return tl.min(tl.where(tied & (close == closest), group, NONE), axis=0), closest

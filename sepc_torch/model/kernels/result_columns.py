@@ -11,17 +11,17 @@ from sepc_torch.model.kernels.launch import jit
 from sepc_torch.model.rules import Rule
 from sepc_torch.model.trust import trust_ratio
 
-_SINGLE, _OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
-_UNION, _OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
+SINGLE, OVERLAP = tl.constexpr(int(Rule.SINGLE)), tl.constexpr(int(Rule.OVERLAP))
+UNION, OUTSIDE = tl.constexpr(int(Rule.UNION)), tl.constexpr(int(Rule.OUTSIDE))
 # Labels that mark a row as pending for the second kernel: inside several ellipsoids, and outside all of them.
-_PENDING_INSIDE = tl.constexpr(-2)
-_PENDING_OUTSIDE = tl.constexpr(-3)
+PENDING_INSIDE = tl.constexpr(-2)
+PENDING_OUTSIDE = tl.constexpr(-3)
 
-_trust = jit(trust_ratio)
+trust_of = jit(trust_ratio)
 
 
 @jit
-def _store(ints, floats, stride, row, wanted, label, rule, nearest, runner_up, trust, nearest_distance, margin):
+def store_columns(ints, floats, stride, row, wanted, label, rule, nearest, runner_up, trust, nearest_distance, margin):
     """Write the results for the model's own label."""
     tl.store(ints + row, label.to(tl.int64), mask=wanted)
     tl.store(ints + stride + row, rule.to(tl.int64), mask=wanted)
@@ -33,7 +33,7 @@ def _store(ints, floats, stride, row, wanted, label, rule, nearest, runner_up, t
 
 
 @jit
-def _store_given(ints, floats, stride, row, wanted, runner_up, trust, margin):
+def store_given(ints, floats, stride, row, wanted, runner_up, trust, margin):
     """Write the results for a given label."""
     tl.store(ints + 4 * stride + row, runner_up.to(tl.int64), mask=wanted)
     tl.store(floats + 3 * stride + row, trust, mask=wanted)
