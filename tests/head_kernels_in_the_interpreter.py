@@ -16,12 +16,14 @@ from sepc_torch import TrustHead
 from sepc_torch.head import assess
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.coordinates import project
+from sepc_torch.head.kernels.labels import largest_logits, mask_missing
 from sepc_torch.head.kernels.mixtures import log_densities
 from sepc_torch.head.kernels.search import nearest_into
 from sepc_torch.head.kernels.tables import Affine, GaussianTables, linear_tables, search_tables
 from sepc_torch.head.projection import fit_projection
 from sepc_torch.head.shared_gaussian import SharedGaussian
 from sepc_torch.model.kernels import split
+from sepc_torch.model.queries import rows_without_prediction
 
 Rng = np.random.Generator
 
@@ -131,10 +133,28 @@ def check_assess(rng: Rng) -> None:
                 assert torch.equal(accept, accepted)
 
 
+def check_labels(rng: Rng) -> None:
+    """The largest logit and rows without a label are those of plain torch, also of many classes and odd logits."""
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    for classes, dtype in ((1, torch.float32), (3, torch.float64), (150, torch.float16)):
+        logits = torch.from_numpy(rng.normal(size=(classes, 40))).to(dtype).T
+        logits[:20] = odd.to(dtype)[torch.from_numpy(rng.integers(4, size=(20, classes)))]
+        logits[20], logits[21], logits[22, -1] = -torch.inf, torch.inf, torch.inf
+        label, missing = largest_logits(logits)
+        assert torch.equal(missing, rows_without_prediction(logits))
+        assert torch.equal(label[~missing], logits.argmax(dim=1)[~missing])
+        assert ((label >= 0) & (label < classes)).all()
+        numbers = torch.from_numpy(rng.normal(size=(2, 40))).float()
+        masked = mask_missing(numbers[0], numbers[1], label, missing)
+        assert torch.equal(masked[0], torch.where(missing, -1, label))
+        assert torch.equal(masked[1], torch.where(missing, 0.0, numbers[0]))
+        assert torch.equal(masked[2].nan_to_num(9.0), torch.where(missing, 9.0, numbers[1]))
+
+
 if __name__ == "__main__":
     count_by_tensors()
     generator = np.random.default_rng(int(sys.argv[1]))
     with torch.no_grad():
-        for check in (check_search, check_coordinates, check_densities, check_assess):
+        for check in (check_search, check_coordinates, check_densities, check_assess, check_labels):
             check(generator)
     sys.stdout.write("right\n")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sepc_torch.model import torch_ops
 from sepc_torch.model.device_sync import all_finite
+from sepc_torch.model.kernels.launch import available, on_device
 from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.queries import rows_without_prediction
 from sepc_torch.shapes import Bool, Float, Int
@@ -32,18 +33,39 @@ def without_missing(given: Prediction, missing: Bool[Tensor, "B"]) -> Prediction
     return given._replace(label=label, trust=trust, margin=margin)
 
 
+def _largest(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"]]:
+    if logits.is_floating_point() and available(logits):
+        from sepc_torch.head.kernels.labels import largest_logits
+
+        with on_device(logits):
+            return largest_logits(logits)
+    return logits.argmax(dim=1), rows_without_prediction(logits)
+
+
+def _mask(
+    trust: Float[Tensor, "B"], margin: Float[Tensor, "B"], label: Int[Tensor, "B"], missing: Bool[Tensor, "B"]
+) -> list[Tensor]:
+    differentiated = torch.is_grad_enabled() and (trust.requires_grad or margin.requires_grad)
+    if available(label) and not differentiated:
+        from sepc_torch.head.kernels.labels import mask_missing
+
+        with on_device(label):
+            return mask_missing(trust, margin, label, missing)
+    return [
+        torch.where(missing, -1, label),
+        torch.where(missing, 0.0, trust),
+        torch.where(missing, torch.nan, margin),
+    ]
+
+
 _labels = torch_ops.opaque(
     "network_labels(Tensor logits) -> (Tensor, Tensor)",
-    lambda logits: (logits.argmax(dim=1), rows_without_prediction(logits)),
+    _largest,
     lambda logits: tuple(logits.new_empty(logits.shape[0], dtype=dtype) for dtype in (torch.int64, torch.bool)),
 )
 _masked = torch_ops.opaque(
     "without_missing(Tensor trust, Tensor margin, Tensor label, Tensor missing) -> Tensor[]",
-    lambda trust, margin, label, missing: [
-        torch.where(missing, -1, label),
-        torch.where(missing, 0.0, trust),
-        torch.where(missing, torch.nan, margin),
-    ],
+    _mask,
     lambda trust, margin, label, missing: [torch.empty_like(part) for part in (label, trust, margin)],
 )
 # Whether the row of a label is flagged.
