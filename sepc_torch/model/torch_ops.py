@@ -163,6 +163,8 @@ T = TypeVar("T", Tensor, tuple[Tensor, Tensor], list[Tensor])
 def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
     """Register a function as the torch operator ``sepc_torch::<name in the schema>``.
 
+    Where neither a graph nor a gradient is recorded, the function itself is called, which costs less.
+
     Args:
         schema: Name and signature of the operator.
         function: The implementation.
@@ -171,6 +173,16 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
     Returns:
         The callable operator.
     """
+    registered = _register(schema, function, shape)
+
+    def call(*arguments: Any) -> T:
+        recorded = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        return registered(*arguments) if recorded else function(*arguments)
+
+    return call
+
+
+def _register(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -188,12 +200,12 @@ def opaque(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> 
     Compiled results are then those of plain calls, and there is less to compile. Elsewhere the function itself is
     called, which costs less. The arguments are those of :func:`operator`.
     """
-    called = operator(schema, function, shape)
-    OPAQUE[called] = function
+    registered = _register(schema, function, shape)
+    OPAQUE[registered] = function
 
     def call(*arguments: Any) -> T:
         hidden = torch.compiler.is_compiling() and not (torch.is_grad_enabled() and arguments[0].requires_grad)
-        return called(*arguments) if hidden else function(*arguments)
+        return registered(*arguments) if hidden else function(*arguments)
 
     return call
 
