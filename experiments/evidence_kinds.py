@@ -6,16 +6,17 @@ with the head's own ``Strangeness``: weights from the half of the calibration ro
 the panel. The variants are
 
 - the kinds of the head: density, nearest, nearest_white, mahalanobis and energy;
-- one kind more: nearest_direction (the distance to the nearest reference point, all vectors scaled to unit length), GEN
-  of the logits, relative Mahalanobis, or relative Mahalanobis++ (the same of unit vectors);
-- GEN in place of energy;
+- one kind more: nearest direction (the distance to the nearest reference point, all vectors scaled to unit length), the
+  10th nearest direction of the training points, GEN of the logits, fDBD, NNGuide, relative Mahalanobis, or relative
+  Mahalanobis++ (of vectors scaled to unit length);
+- one kind replaced by one that measures something similar: nearest, mahalanobis or energy;
 - one kind fewer, for each of the five.
 
 A change is the AUROC of a variant minus that of the head on the same set of unknowns, with the same seeds; its standard
 error is over sets. "Behind the best score" is defined as in the panel: the AUROC of the best single score, chosen in
 hindsight for each set, minus that of the variant.
 
-    SEPC_DATA=... python experiments/evidence_kinds.py --jobs 2        # about five minutes
+    SEPC_DATA=... python experiments/evidence_kinds.py --jobs 2        # about seven minutes
 """
 
 from __future__ import annotations
@@ -38,11 +39,21 @@ from sepc_torch.head.evidence import Evidence, with_energy
 from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.strangeness import Strangeness
 from sepc_torch.metrics import unknown_auroc
-from sepc_torch.metrics.baselines import RelativeMahalanobis, gen
+from sepc_torch.metrics.baselines import FDBD, NearestNeighbours, NNGuide, RelativeMahalanobis, gen
 from sepc_torch.metrics.baselines.shared import unit
 
 HEAD = "the head"
-MORE = ("nearest_direction", "GEN", "relative Mahalanobis", "relative Mahalanobis++")
+MORE = (
+    "nearest direction",
+    "10th nearest direction",
+    "GEN",
+    "fDBD",
+    "NNGuide",
+    "relative Mahalanobis",
+    "relative Mahalanobis++",
+)
+# Added kinds, and the present kind that each of them resembles most and may replace.
+IN_PLACE = {"nearest direction": "nearest", "relative Mahalanobis++": "mahalanobis", "GEN": "energy"}
 # Values of every kind, by kind.
 Kinds = dict[str, Tensor]
 
@@ -53,23 +64,36 @@ def variants(present: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return {
         HEAD: present,
         **{f"with {kind}": (*present, kind) for kind in MORE},
-        "GEN in place of energy": (*without["energy"], "GEN"),
+        **{f"{kind} in place of {old}": (*without[old], kind) for kind, old in IN_PLACE.items()},
         **{f"without {kind}": kinds for kind, kinds in without.items()},
     }
 
 
-def measure(case: Case, evidence: Evidence) -> dict[str, Kinds]:
-    """Every kind on the calibration rows, the test rows and each group of unknowns; the head's kinds come first."""
-    reference = evidence.reference_points
+def added_kinds(case: Case, reference: Neighbours) -> Callable[[Tensor, Tensor], Kinds]:
+    """A function that measures the kinds of ``MORE`` on embeddings and logits."""
+    assert case.classifier is not None
+    z, y, logits = (tensor(values) for values in case.train)
     directions = Neighbours(unit(reference.points), torch.zeros_like(reference.codes))
-    train = tensor(case.train.z), tensor(case.train.y)
-    relative = [RelativeMahalanobis.fit(*train, unit_length=unit_length) for unit_length in (False, True)]
+    tenth = NearestNeighbours.fit(z, y, k=10)
+    fdbd, nnguide = FDBD.fit(z, tensor(case.classifier[0])), NNGuide.fit(z, logits)
+    relative = [RelativeMahalanobis.fit(z, y, unit_length=unit_length) for unit_length in (False, True)]
+
+    def measured(z: Tensor, logits: Tensor) -> Kinds:
+        trust = [tenth.score(z), gen(logits), fdbd.score(z, logits), nnguide.score(z, logits)]
+        trust += [model.score(z) for model in relative]
+        return dict(zip(MORE, [directions(unit(z)).squeeze(1), *(-score for score in trust)], strict=True))
+
+    return measured
+
+
+def measure(case: Case, evidence: Evidence) -> dict[str, Kinds]:
+    """Every kind on the calibration rows, the test rows and each group of unknowns."""
+    more = added_kinds(case, evidence.reference_points)
 
     def kinds(rows: Rows) -> Kinds:
         z, logits = tensor(rows.z).float(), tensor(rows.logits)
         present = with_energy(evidence(z, logits.argmax(dim=1)), logits).nonconformity
-        more = [directions(unit(z)).squeeze(1), -gen(logits), *(-model.score(z) for model in relative)]
-        return dict(zip((*evidence.kinds, "energy", *MORE), (*present.unbind(dim=1), *more), strict=True))
+        return dict(zip((*evidence.kinds, "energy"), present.unbind(dim=1), strict=True)) | more(z, logits)
 
     parts = {"calibration": case.calibration, "test": case.test, **case.unknown}
     return {name: kinds(rows) for name, rows in parts.items()}
@@ -192,7 +216,7 @@ def main() -> None:
     rows = compare(sets)
     for row in rows:
         print(
-            f"{row['variant']:32} change {row['change']['all'][0]:+.4f}  behind {row['gap']:.4f}, "
+            f"{row['variant']:46} change {row['change']['all'][0]:+.4f}  behind {row['gap']:.4f}, "
             f"worst {row['worst']['value']:.3f}  better on {row['better']} of {row['networks']} networks"
         )
     if options.smoke:
