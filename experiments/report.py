@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from evidence_tables import evidence_kinds
 from gpu_tables import gpu
 from harness import FIGURES, RESULTS, SOURCES
 from head_tables import head_speed
@@ -149,6 +150,7 @@ PAGES: dict[str, dict[str, Section]] = {
         "summary": Section(summary, ("trust_panel",)),
         "panel": Section(panel, ("trust_panel",)),
         "chosen_without": Section(chosen_without, ("leave_one_out",)),
+        "evidence_kinds": Section(evidence_kinds, ("evidence_kinds",)),
         "defaults": Section(defaults, ("head_defaults",)),
     },
     "docs/speed.md": {

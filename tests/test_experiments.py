@@ -416,6 +416,7 @@ def test_every_section_names_the_results_that_it_shows(monkeypatch: pytest.Monke
     for module in (
         "tables",
         "panel_tables",
+        "evidence_tables",
         "gpu_tables",
         "head_tables",
         "paper_tables",
