@@ -31,9 +31,10 @@ import torch
 from harness import arguments, environment, write_results
 from joblib import Parallel, delayed
 from panel_data import Case, Rows, paper_tables, table_case
+from panel_scores import fitted, peer_scores, tensor
 from peer_names import PEERS
 from torch import Tensor
-from trust_panel import SEEDS, Task, cases, fitted, peer_scores, tensor
+from trust_panel import SEEDS, Task, cases
 
 from sepc_torch.head.evidence import Evidence, with_energy
 from sepc_torch.head.neighbours import Neighbours

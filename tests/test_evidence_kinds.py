@@ -11,7 +11,7 @@ import pytest
 import torch
 from evidence_kinds import HEAD, IN_PLACE, MORE
 from panel_data import Case, Rows
-from trust_panel import fitted, tensor
+from panel_scores import fitted, tensor
 
 from sepc_torch import TrustHead
 
