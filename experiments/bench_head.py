@@ -38,6 +38,8 @@ from sepc_torch import HeadPrediction, TrustHead
 CLASSES, MODES, FEATURES = 10, 12, 64
 GPU_ROWS = (1, 1024, 65_536, 2**20)
 BATCHES = (1, 2, 7, 64, 1000)
+# Seconds of calls before a measurement: an idle chip runs at a lower clock.
+WARMUP_S = 0.3
 
 
 class Networklike:
@@ -69,18 +71,22 @@ class Networklike:
 
 
 def milliseconds(function: Callable[[], Any], repeats: int, device: str) -> float:
-    """Median time from the call to its result."""
-    times = []
-    for turn in range(repeats + 2):
+    """Median time from the call to its result, once the device and the caches are warm."""
+
+    def timed() -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
         function()
         if device == "cuda":
             torch.cuda.synchronize()
-        if turn >= 2:  # the first calls compile and allocate
-            times.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(times)
+        return 1e3 * (time.perf_counter() - begun)
+
+    timed(), timed()  # the first calls compile and allocate
+    warm = time.perf_counter() + WARMUP_S
+    while time.perf_counter() < warm:
+        timed()
+    return statistics.median(timed() for _ in range(repeats))
 
 
 def nearest(points: Tensor, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
