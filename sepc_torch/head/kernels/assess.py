@@ -19,7 +19,9 @@ from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on
 from sepc_torch.shapes import Bool, Float, Int
 
 # Rows of a program with few and with many rows, and the number from which there are many.
-_FEW_ROWS, _MANY_ROWS, _MANY = 32, 128, 2**14
+_FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
+# Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
+_FAN = 5
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
             torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING)  # fmt: skip
 
@@ -73,25 +75,38 @@ def _odds(scores, live, row, index, stride, classes, divisor, bound, bounded: tl
 
 
 @jit
-def _below(table, count, x, live, steps: tl.constexpr):
-    """Number of entries of sorted lists (``table``: a pointer for every row) that are below x."""
+def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
+    """Number of entries of sorted lists (``table``: a pointer for every row) that are below x.
+
+    ``bits`` is the length of the largest number of entries. Every step reads 2^fan - 1 entries of a row side by side
+    and finds the next ``fan`` bits of the result.
+    """
     below = (x * 0.0).to(tl.int32) * 0
+    steps: tl.constexpr = (bits + fan - 1) // fan
+    size = count + below
     for power in tl.static_range(steps):
-        further = below + (1 << (steps - 1 - power))
-        value = tl.load(table + tl.minimum(further, count) - 1, mask=live & (count > 0), other=0.0)
-        below = tl.where((further <= count) & (value < x), further, below)
+        stride: tl.constexpr = 1 << (fan * (steps - 1 - power))
+        if fan == 1:
+            further = below + stride
+            value = tl.load(table + tl.minimum(further, size) - 1, mask=live & (size > 0), other=0.0)
+            below = tl.where((further <= size) & (value < x), further, below)
+        else:
+            further = below[:, None] + stride * tl.arange(0, 1 << fan)[None, :]
+            there = (further > below[:, None]) & (further <= size[:, None])
+            value = tl.load(table[:, None] + further - 1, mask=there & live[:, None], other=float("inf"))
+            below += stride * tl.sum((there & (value < x[:, None])).to(tl.int32), axis=1)
     return below
 
 
 @jit
-def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr):
+def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr, fan: tl.constexpr):
     """The function of :func:`sepc_torch.head.strangeness.log_survival_from`."""
     start, excess = tl.load(constants), tl.load(constants + 1)
     scale, share = tl.load(constants + 2), tl.load(constants + 3)
     finite = (x == x) & (tl.abs(x) < float("inf"))
     x = tl.where(x == x, tl.where(finite, x - resolution * (scale + tl.abs(x)), x), float("inf"))
     searched = tl.minimum(tl.maximum(x, -1e300), 1e300)
-    above = _below(table + above_zero(x), count, searched, live, steps)
+    above = _below(table + above_zero(x), count, searched, live, steps, fan)
     upper = tl.load(table + tl.minimum(above, count - 1), mask=live, other=0.0)
     lower = tl.load(table + tl.maximum(above - 1, 0), mask=live, other=0.0)
     fraction = tl.where(upper > lower, (searched - lower) / (upper - lower), 1.0)
@@ -135,7 +150,7 @@ def _assess(
     points, classes, most, held_count, class_width, logit_stride, least_stride,
     has_near: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
     kind_count: tl.constexpr, steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr,
-    rows: tl.constexpr,
+    fan: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -189,16 +204,16 @@ def _assess(
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
-        surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps)
+        surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan)
         score += tl.load(weights + j) * tl.minimum(surprise, end)
         beyond += tl.maximum(surprise - end, 0.0)
     score += beyond
-    typicality = _log_survival(combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps)
+    typicality = _log_survival(combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan)
     lower = score - unit * (1.0 + tl.abs(score))
-    below = _below(held + above_zero(lower), held_count, lower, live, held_steps)
+    below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
     p_value = (held_count + 1 - below).to(tl.float64) / (held_count + 1).to(tl.float64)
     number = tl.load(class_counts + index, mask=live, other=0).to(tl.int32)
-    below = _below(by_class + index.to(tl.int64) * class_width, class_width + index * 0, lower, live, class_steps)
+    below = _below(by_class + index.to(tl.int64) * class_width, class_width + index * 0, lower, live, class_steps, fan)
     p_class = (1 + tl.maximum(number - below, 0)).to(tl.float64) / (number + 1).to(tl.float64)
     known = 1.0 / (1.0 + tl.exp(tl.log(tl.load(unknown_odds)) - typicality))
     joint = _logistic(softmax, regions, neighbours, ranking, has_logits, has_near) * known
@@ -260,7 +275,8 @@ def assess_on_cuda(
              points, classes, most, tables.held.shape[0], tables.by_class.shape[1], scores.stride(0),
              least_stride),
             (bool(near), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
-             most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(), rows),
+             most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(),
+             _FAN if rows == _FEW_ROWS else 1, rows),
             num_warps=1 if rows == _FEW_ROWS else 4,
         )  # fmt: skip
     return columns, accept

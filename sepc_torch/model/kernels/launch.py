@@ -17,6 +17,8 @@ from torch import Tensor
 
 # The kernels were compiled with Triton 3.3 to 3.6. From 3.3 on, a compiled kernel takes its constants as arguments.
 _OLDEST_TRITON = (3, 3)
+# The newest version whose compiled kernels are known to take the arguments of a launch as in Launcher.
+_NEWEST_TRITON = (3, 6)
 
 
 def available(like: Tensor) -> bool:
@@ -97,6 +99,7 @@ class Launcher:
         self.kernel = kernel
         self.compiled: dict[Hashable, Any] = {}
         self.direct = isinstance(kernel, triton.JITFunction)  # not in Triton's interpreter
+        self.without_hooks = triton_version() <= _NEWEST_TRITON
 
     def __call__(
         self,
@@ -124,7 +127,13 @@ class Launcher:
             if self.direct:
                 self.compiled[key] = compiled
             return
-        compiled[grid](*arguments, *constants, stream=_driver().active.get_current_stream(device))
+        stream = _driver().active.get_current_stream(device)
+        if self.without_hooks:
+            # Triton's own call first looks for the hooks of profilers, which takes about as long as the launch.
+            setup = compiled.function, compiled.packed_metadata, None, None, None
+            compiled.run(*grid, stream, *setup, *arguments, *constants)
+        else:
+            compiled[grid](*arguments, *constants, stream=stream)
 
 
 @functools.cache
