@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.confidence import confidences_from
+from sepc_torch.head.confidence import LogisticModels, confidences, logistic_models
 from sepc_torch.head.conformal import ClassCalibration, class_share_above, share_above
-from sepc_torch.head.evidence import EvidenceValues, Measurements, label_support, with_energy, with_softmax
-from sepc_torch.head.strangeness import combined_score, log_survival_from
+from sepc_torch.head.evidence import Measurements, support_columns
+from sepc_torch.head.strangeness import Survival, combined_score, finite_scores, survival
 from sepc_torch.model import torch_ops
 from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels.launch import available
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Bool, Float, Int
 
 
@@ -37,6 +38,45 @@ class Assessed(NamedTuple):
     accept: Bool[Tensor, "B"]
 
 
+class PlainTables(NamedTuple):
+    """A calibration as plain torch needs it: what does not depend on a point is computed once, in float64."""
+
+    temperature: Float[Tensor, ""]
+    weights: Float[Tensor, "S"]
+    held: Float[Tensor, "H"]
+    by_class: ClassCalibration
+    unknown_odds: Float[Tensor, ""]
+    kinds: Survival
+    combined: Survival
+    models: LogisticModels
+
+    @classmethod
+    def of(cls, tables: CalibrationTables) -> PlainTables:
+        """Lay out the tables of a calibration."""
+        wide = CalibrationTables(*(table if table.dtype == torch.int64 else table.double() for table in tables))
+        return cls(
+            wide.temperature,
+            wide.weights,
+            wide.held,
+            ClassCalibration(wide.by_class, wide.class_counts),
+            wide.unknown_odds,
+            survival(wide.ordered, wide.tails[:-1]),
+            survival(wide.combined, wide.tails[-1]),
+            logistic_models(torch.stack([wide.confidence, wide.ranking])),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, for an operator."""
+        return [*self[:3], *self.by_class, self.unknown_odds, *self.kinds, *self.combined, *self.models]
+
+    @classmethod
+    def from_tensors(cls, tensors: list[Tensor]) -> PlainTables:
+        """The tables from the list that :meth:`tensors` makes."""
+        by_class, kinds = ClassCalibration(*tensors[3:5]), Survival(*tensors[6:11])
+        combined, models = Survival(*tensors[11:16]), LogisticModels(*tensors[16:])
+        return cls(*tensors[:3], by_class, tensors[5], kinds, combined, models)
+
+
 def assess(
     measured: Measurements,
     logits: Float[Tensor, "B C"] | None,
@@ -44,6 +84,7 @@ def assess(
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
     tables: CalibrationTables,
+    plain: list[Tensor],
 ) -> Assessed:
     """Calibrated values of labels.
 
@@ -54,16 +95,17 @@ def assess(
         invalid: Rows with an invalid embedding.
         least: The least accepted joint score, of every row or of all.
         tables: The calibration.
+        plain: The same calibration as :meth:`PlainTables.tensors`, for devices without kernels.
 
     Returns:
         The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
         and are not accepted.
     """
-    near, white, mahalanobis, given = (
-        [] if part is None else [part] for part in (measured.near, measured.white, measured.mahalanobis, logits)
-    )
-    point = measured.density, near, white, mahalanobis
-    return Assessed(*_assess(*point, given, label, invalid, least, list(tables)))
+    density, *others = measured
+    given = None if logits is None else logits.detach()
+    near, white, mahalanobis, scores = ([] if part is None else [part] for part in (*others, given))
+    rows = density, near, white, mahalanobis, scores, label, invalid, least
+    return Assessed(*(_assess(*rows, list(tables)) if density.is_cuda else _assess_plain(*rows, plain)))
 
 
 def _assess_rows(
@@ -96,30 +138,46 @@ def assess_plainly(
     least: Float[Tensor, "*B"],
     tensors: list[Tensor],
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator in plain torch."""
-    tables = CalibrationTables(*(table if table.dtype == torch.int64 else table.double() for table in tensors))
-    parts = (part[0] if part else None for part in (near, white, mahalanobis))
-    nonconformity = Measurements(density, *parts).nonconformity
-    index = label.clamp_min(0)
-    support = label_support(density, near[0] if near else None, index)
-    invalid = invalid | support.isnan().any(dim=1)
+    """The operator in plain torch, from the tensors of :class:`CalibrationTables`."""
+    plain = PlainTables.of(CalibrationTables(*tensors)).tensors()
+    return _assess_by_rows(density, near, white, mahalanobis, logits, label, invalid, least, plain)
+
+
+def _assess_by_rows(
+    density: Float[Tensor, "B C"],
+    near: list[Tensor],
+    white: list[Tensor],
+    mahalanobis: list[Tensor],
+    logits: list[Tensor],
+    label: Int[Tensor, "B"],
+    invalid: Bool[Tensor, "B"],
+    least: Float[Tensor, "*B"],
+    plain: list[Tensor],
+) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
+    """Supports, kinds and models are rows, so that one call serves all of them: a few points cost only calls."""
+    tables = PlainTables.from_tensors(plain)
+    distances, *others = (part[0] if part else None for part in (near, white, mahalanobis))
+    index, finite = label.clamp_min(0), finite_logits(logits[0]) if logits else None
+    scaled = None if finite is None else finite / tables.temperature
+    support = torch.stack(support_columns(density, distances, scaled, index))
+    invalid = invalid | support.isnan().any(dim=0)
     refused = invalid | (label < 0)
-    values = EvidenceValues(support, torch.where(refused[:, None], torch.nan, nonconformity))
-    if logits:
-        finite = finite_logits(logits[0])
-        values = with_softmax(values, finite / tables.temperature, index)
-        if len(tables.weights) > values.nonconformity.shape[1]:  # file formats 1 to 3 had no energy
-            values = with_energy(values, finite)
-    kinds = log_survival_from(tables.ordered, values.nonconformity.T, tables.tails[:-1])
-    score = combined_score(-kinds.T, tables.weights)
-    typicality = log_survival_from(tables.combined, score, tables.tails[-1])
+    some_refused = not readable(refused) or bool(refused.any())
+    kinds = Measurements(density, distances, *others).kinds()
+    if some_refused:
+        kinds = [torch.where(refused, torch.nan, kind) for kind in kinds]
+    if finite is not None and tables.weights.shape[0] > len(kinds):  # file formats 1 to 3 had no energy
+        kinds.append(-finite.logsumexp(dim=1))
+    log_shares = tables.kinds.log_share(finite_scores(torch.stack(kinds)))
+    score = combined_score(-log_shares.T.contiguous(), tables.weights)  # the last digit of a sum depends on the layout
+    typicality = tables.combined.log_share(score)
     # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
     lower = score - RESOLUTION * (1.0 + score.abs())
-    by_class = class_share_above(ClassCalibration(tables.by_class, tables.class_counts), lower, index)
-    confidence, ranking = confidences_from(values.support, torch.stack([tables.confidence, tables.ranking]))
+    by_class = class_share_above(tables.by_class, lower, index)
+    confidence, ranking = confidences(support, tables.models).unbind()
     joint = joint_score(ranking, typicality, tables.unknown_odds)
     accept = joint >= least
-    if not readable(refused) or bool(refused.any()):
+    if some_refused:
         confidence, joint = torch.where(refused, 0.0, confidence), torch.where(refused, 0.0, joint)
         by_class = torch.where(refused & ~invalid, torch.nan, by_class)
         accept = accept & ~refused
@@ -144,7 +202,7 @@ def joint_score(
     >>> joint_score(torch.tensor([0.9, 0.9]), torch.tensor([1.0, 0.001]).log(), torch.tensor(0.1))
     tensor([0.8182, 0.0089])
     """
-    return confidence * torch.sigmoid(log_typicality - unknown_odds.log().to(log_typicality.dtype))
+    return confidence * torch.sigmoid(log_typicality - as_dtype(unknown_odds.log(), log_typicality.dtype))
 
 
 def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
@@ -152,9 +210,9 @@ def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
     return density.new_empty(5, count), density.new_empty(count, dtype=torch.bool)
 
 
-_assess = torch_ops.operator(
-    "assess(Tensor density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, "
-    "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)",
-    _assess_rows,
-    _shapes,
+_ARGUMENTS = (
+    "(Tensor density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, "
+    "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)"
 )
+_assess = torch_ops.operator(f"assess{_ARGUMENTS}", _assess_rows, _shapes)
+_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", _assess_by_rows, _shapes)

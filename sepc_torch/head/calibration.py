@@ -158,12 +158,12 @@ class Calibration(nn.Module):
             return self._uncalibrated(measured, label, invalid, logits, dtype)
         if labels.done and (logits is not None or own):
             least = labels.least_score(label, region, group)
-            columns, accept = assess(measured, logits, label, invalid, least, labels.tables())
+            columns, accept = assess(measured, logits, label, invalid, least, labels.tables(), labels.plain_tables)
             confidence, p_value, class_p_value, nonconformity, joint = _in_dtype(columns, dtype).unbind()
             return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
         # Labels without a calibration: p-values are those of the point alone.
         nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)
-        columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables())
+        columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables(), self.own.plain_tables)
         confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
         # Zero marks refused rows.
         confidence, joint = (torch.where(column > 0, torch.nan, column) for column in (confidence, joint))

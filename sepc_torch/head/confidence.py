@@ -2,6 +2,8 @@ r"""Logistic model of the probability that a label is right, given the evidence 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -50,10 +52,11 @@ class Confidence(nn.Module):
 
     def forward(self, support: Float[Tensor, "B F"]) -> Float[Tensor, "B"]:
         """Return the confidence of every row."""
-        return confidence_from(support, self.parameters_in_one())
+        parameters = as_dtype(self.parameters_in_one(), support.dtype)
+        return confidences(support.T, logistic_models(parameters.unsqueeze(0)))[0]
 
     def parameters_in_one(self) -> Float[Tensor, "f"]:
-        """Weights, bias, both bends and shift as one tensor in float64, for :func:`confidence_from`."""
+        """Weights, bias, both bends and shift as one tensor in float64, for :func:`logistic_models`."""
         return torch.cat([self.weights, self.bias.reshape(1), self.bend, self.shift.reshape(1)]).double()
 
     def fit(self, support: Float[Array, "M F"], right: Bool[Array, "M"], *, bend: bool = True) -> None:
@@ -72,22 +75,30 @@ class Confidence(nn.Module):
             self.shift.fill_(shift)
 
 
-def confidence_from(support: Float[Tensor, "B F"], parameters: Float[Tensor, "f"]) -> Float[Tensor, "B"]:
-    """Confidence of every row in the dtype of the support; see :meth:`Confidence.parameters_in_one`.
+class LogisticModels(NamedTuple):
+    """Weights, bias, both bends and shift of n models (:class:`Confidence`), shaped for :func:`confidences`."""
 
-    >>> confidence_from(torch.tensor([[0.0], [1.0]]), torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0]))
-    tensor([0.5000, 0.8808])
+    weights: Float[Tensor, "n F 1"]
+    bias: Float[Tensor, "n 1"]
+    first: Float[Tensor, "n 1"]
+    second: Float[Tensor, "n 1"]
+    shift: Float[Tensor, "n 1"]
+
+
+def logistic_models(parameters: Float[Tensor, "n f"]) -> LogisticModels:
+    """Lay out the parameters of n models; see :meth:`Confidence.parameters_in_one`."""
+    weights, rest = parameters.unsqueeze(2).split([parameters.shape[1] - 4, 4], dim=1)
+    return LogisticModels(weights, *rest.unbind(dim=1))
+
+
+def confidences(support: Float[Tensor, "F B"], models: LogisticModels) -> Float[Tensor, "n B"]:
+    """Confidences of every column from n models at once.
+
+    >>> confidences(torch.tensor([[0.0, 1.0]]), logistic_models(torch.tensor([[2.0, 0.0, 1.0, 1.0, 0.0]])))
+    tensor([[0.5000, 0.8808]])
     """
-    return confidences_from(support, parameters.unsqueeze(0))[0]
-
-
-def confidences_from(support: Float[Tensor, "B F"], parameters: Float[Tensor, "n f"]) -> Float[Tensor, "n B"]:
-    """Confidences of every row from n models at once; see :func:`confidence_from`."""
-    parameters = as_dtype(parameters, support.dtype).unsqueeze(2)
-    features = support.shape[1]
-    weights, (bias, first, second, shift) = parameters[:, :features], parameters[:, features:].unbind(dim=1)
-    score = (support.T * weights).sum(dim=1) + bias
-    return torch.sigmoid(first * logsigmoid(score) - second * logsigmoid(-score) + shift)
+    score = (support * models.weights).sum(dim=1) + models.bias
+    return torch.sigmoid(models.first * logsigmoid(score) - models.second * logsigmoid(-score) + models.shift)
 
 
 def fit_logistic(

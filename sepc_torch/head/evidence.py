@@ -74,13 +74,17 @@ class Measurements(NamedTuple):
     @property
     def nonconformity(self) -> Float[Tensor, "B S"]:
         """The kinds of :attr:`Evidence.kinds`, in float64."""
+        return torch.stack(self.kinds(), dim=1)
+
+    def kinds(self) -> list[Float[Tensor, "B"]]:
+        """The columns of the nonconformity."""
         kinds = [-self.density.amax(dim=1)]
         if self.near is not None and self.white is not None:
             # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
             kinds += [self.near.amin(dim=1).double(), torch.where(self.white < ROUNDING, 0.0, self.white).double()]
         if self.mahalanobis is not None:
             kinds.append(self.mahalanobis)
-        return torch.stack(kinds, dim=1)
+        return kinds
 
 
 class Evidence(nn.Module):
@@ -231,29 +235,48 @@ def label_support(
     density: Float[Tensor, "B C"], near: Float[Tensor, "B C"] | None, label: Int[Tensor, "B"]
 ) -> Float[Tensor, "B F"]:
     """Support for labels from log densities and, with reference points, from distances to the nearest ones."""
-    support = [torch.asinh(log_odds(density, label))]
+    return torch.stack(support_columns(density, near, None, label), dim=1)
+
+
+def support_columns(
+    density: Float[Tensor, "B C"],
+    near: Float[Tensor, "B C"] | None,
+    logits: Float[Tensor, "B C"] | None,
+    label: Int[Tensor, "B"],
+) -> list[Float[Tensor, "B"]]:
+    """The columns of the support for labels: of logits in float64 if given, of densities, of neighbours if given."""
+    if logits is None:
+        columns = [torch.asinh(log_odds(density, label))]
+    else:
+        softmax, regions = torch.asinh(log_odds(torch.stack([logits, density]), label)).unbind()
+        columns = [_bounded(softmax), regions]
     if near is not None:
-        support.append(_log_ratio(near, label).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return torch.stack(support, dim=1)
+        columns.append(_log_ratio(near, label).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return columns
 
 
-def log_odds(score: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+def log_odds(score: Float[Tensor, "*k B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "*k B"]:
     r"""Log odds :math:`s_c - \log \sum_{c' \ne c} e^{s_{c'}}` of a label, from log densities or logits.
 
     >>> log_odds(torch.tensor([[0.0, 0.0, 0.0]]).log_softmax(1), torch.tensor([1])).exp()
     tensor([0.5000])
     """
     index = label.unsqueeze(1)
-    return score.gather(1, index).squeeze(1) - score.scatter(1, index, -torch.inf).logsumexp(dim=1)
+    if score.dim() > 2:
+        index = index.expand(*score.shape[:-1], 1)
+    return score.gather(-1, index).squeeze(-1) - score.scatter(-1, index, -torch.inf).logsumexp(dim=-1)
 
 
 def with_softmax(values: EvidenceValues, logits: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> EvidenceValues:
     """Prepend asinh of the network's log odds for the label to the support."""
     support = values.support
-    odds = log_odds(logits.double(), label)
-    # Two logits of the same infinity have no defined difference (NaN): neutral log odds of zero.
-    softmax = torch.asinh(odds.nan_to_num(nan=0.0)).clamp(-MAX_SOFTMAX, MAX_SOFTMAX)
+    softmax = _bounded(torch.asinh(log_odds(logits.double(), label)))
     return values._replace(support=torch.cat([softmax.to(support.dtype).unsqueeze(1), support], dim=1))
+
+
+def _bounded(softmax: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """The support of softmax within its bounds. Two logits of the same infinity have no difference (NaN): zero."""
+    return softmax.nan_to_num(nan=0.0).clamp(-MAX_SOFTMAX, MAX_SOFTMAX)
 
 
 def with_energy(values: EvidenceValues, logits: Float[Tensor, "B C"]) -> EvidenceValues:
@@ -265,9 +288,8 @@ def with_energy(values: EvidenceValues, logits: Float[Tensor, "B C"]) -> Evidenc
 def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     r"""Log ratio :math:`\log \frac{d_{\ne c}}{d_c}` of the distances to the nearest other class and to the label's."""
     index = label.unsqueeze(1)
-    near, tiny = near.double(), torch.finfo(near.dtype).tiny
-    other = near.scatter(1, index, torch.inf).amin(dim=1, keepdim=True)
-    own, other = torch.cat([near.gather(1, index), other], dim=1).clamp_min(tiny).log().unbind(dim=1)
+    both = torch.cat([near.scatter(1, index, torch.inf).amin(dim=1, keepdim=True), near.gather(1, index)], dim=1)
+    other, own = both.double().clamp_min(torch.finfo(near.dtype).tiny).log().unbind(dim=1)
     return other - own
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.head.assess import joint_score
+from sepc_torch.head.assess import PlainTables, joint_score
 from sepc_torch.head.binomial_search import least_risk, points_needed
 from sepc_torch.head.calibration_tables import RESOLUTION, CalibrationTables
 from sepc_torch.head.confidence import Confidence
@@ -160,7 +161,19 @@ class LabelCalibration(nn.Module):
 
     def tables(self) -> CalibrationTables:
         """The tensors that calibrated values are computed from."""
-        return CalibrationTables(
+        return self._tables
+
+    def derive(self) -> None:
+        """Compute the buffers that depend on others; called after a fit and after loading. They are not saved."""
+        self.confidence_parameters = self.confidence.parameters_in_one()
+        self.ranking_parameters = self.ranking.parameters_in_one()
+        if self.done:
+            self.tails = self.strangeness.tails()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Collect the tensors that :meth:`tables` returns, and lay them out for plain torch."""
+        self._tables = CalibrationTables(
             temperature=self.temperature,
             confidence=self.confidence_parameters,
             ranking=self.ranking_parameters,
@@ -173,13 +186,13 @@ class LabelCalibration(nn.Module):
             class_counts=self.class_counts,
             unknown_odds=self.unknown_odds,
         )
+        self.plain_tables = PlainTables.of(self._tables).tensors() if self.done else []
 
-    def derive(self) -> None:
-        """Compute the buffers that depend on others; called after a fit and after loading. They are not saved."""
-        self.confidence_parameters = self.confidence.parameters_in_one()
-        self.ranking_parameters = self.ranking.parameters_in_one()
-        if self.done:
-            self.tails = self.strangeness.tails()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LabelCalibration:
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self.threshold.is_meta:
+            self._lay_out()
+        return moved
 
     def joint(self, support: Float[Tensor, "B F"], log_typicality: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Return the joint score of labels in float64; see :func:`joint_score`."""

@@ -17,6 +17,7 @@ Weights and shares are fitted to calibration points that are not ranked, so p-va
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,7 +80,8 @@ class Strangeness(nn.Module):
         return combined, log_survival(self.combined.double(), combined, self.tail)
 
     def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-        return -log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T
+        # Contiguous rows: the last digits of sums over the kinds depend on the layout.
+        return -log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T.contiguous()
 
     def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
         return combined_score(surprise, self.weights, self.tail)
@@ -99,7 +101,7 @@ def combined_score(
     tensor([4.6974], dtype=torch.float64)
     """
     end = -math.log(tail)
-    bulk = (weights.double() * surprise.clamp_max(end)).sum(dim=1)
+    bulk = (as_dtype(weights, torch.float64) * surprise.clamp_max(end)).sum(dim=1)
     return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
 
 
@@ -115,7 +117,12 @@ def log_survival(
     >>> log_survival(torch.arange(1.0, 100.0), torch.tensor([50.0, 110.0])).exp()
     tensor([0.5100, 0.0026])
     """
-    return log_survival_from(ordered, values, tail_constants(ordered, tail_fraction))
+    return survival(ordered, tail_constants(ordered, tail_fraction)).log_share(finite_scores(values).contiguous())
+
+
+def finite_scores(values: Float[Tensor, "*K B"]) -> Float[Tensor, "*K B"]:
+    """The largest number instead of infinity and NaN."""
+    return values.nan_to_num(nan=torch.finfo(values.dtype).max)
 
 
 def tail_constants(ordered: Float[Tensor, "*K M"], tail_fraction: float = TAIL_FRACTION) -> Float[Tensor, "*K 4"]:
@@ -131,20 +138,43 @@ def tail_constants(ordered: Float[Tensor, "*K M"], tail_fraction: float = TAIL_F
     return torch.stack([start, excess, scale, share], dim=-1)
 
 
-def log_survival_from(
-    ordered: Float[Tensor, "*K M"], values: Float[Tensor, "*K B"], constants: Float[Tensor, "*K 4"]
-) -> Float[Tensor, "*K B"]:
-    """:func:`log_survival` with the constants of the tail at hand."""
-    count = ordered.shape[-1]
-    ordered, constants = as_dtype(ordered, values.dtype), as_dtype(constants, values.dtype)
+class Survival(NamedTuple):
+    r"""Sorted calibration scores, and the constants of :func:`log_survival` between each two of them.
+
+    With a of the M scores below a value s, the interval a has ``constants[:, ..., a]`` = (b, l, w), and
+    :math:`x = b + (s - l) / w` is the rank of the value or, in the tail, its excess in units of the mean excess.
+    ``start``, ``scale`` and ``share`` are those of :func:`tail_constants`.
+    """
+
+    ordered: Float[Tensor, "*K M"]
+    constants: Float[Tensor, "3 *K M1"]
+    start: Float[Tensor, "*K 1"]
+    scale: Float[Tensor, "*K 1"]
+    share: Float[Tensor, "*K 1"]
+
+    def log_share(self, values: Float[Tensor, "*K B"]) -> Float[Tensor, "*K B"]:
+        """:func:`log_survival` of finite values."""
+        count = self.ordered.shape[-1]
+        values = values - SCORE_RESOLUTION * (self.scale + values.abs())
+        above = torch.searchsorted(self.ordered, values)
+        base, lower, width = self.constants.gather(-1, above.expand(3, *above.shape)).unbind()
+        place = base + (values - lower) / width
+        inside = torch.log((count + 1 - place) / (count + 1))
+        return torch.where(values > self.start, self.share - place, inside).clamp_min(_DEEPEST)
+
+
+def survival(ordered: Float[Tensor, "*K M"], constants: Float[Tensor, "*K 4"]) -> Survival:
+    """Lay out sorted scores with the constants of their tails, of the same dtype."""
     start, excess, scale, share = constants.unsqueeze(-1).unbind(dim=-2)
-    values = values - SCORE_RESOLUTION * (scale + values.abs())
-    values = torch.where(values.isnan(), torch.inf, values)  # NaN, or infinity minus infinity
-    above = torch.searchsorted(ordered, values.contiguous())
-    before = above - 1
-    # Both ends are equal only below the first score, where the rank is zero, and beyond the last, which is in the tail.
-    upper, lower = ordered.gather(-1, above.clamp_max(count - 1)), ordered.gather(-1, before.clamp_min(0))
-    rank = torch.where(above > 0, before + (values - lower) / (upper - lower), 0.0)
-    inside = torch.log((count + 1 - rank) / (count + 1))
-    outside = share - (values - start) / excess
-    return torch.where(values > start, outside, inside).clamp_min(_DEEPEST)
+    ranks = torch.arange(ordered.shape[-1], dtype=ordered.dtype, device=ordered.device).expand_as(ordered)
+    # Values in the tail are above its start; the last interval is one of them, so its width does not matter.
+    tail = ordered >= start
+    inner = torch.where(
+        tail,
+        torch.stack([torch.zeros_like(ordered), start.expand_as(ordered), excess.expand_as(ordered)]),
+        torch.stack([ranks, ordered, torch.cat([ordered[..., 1:], ordered[..., -1:]], dim=-1) - ordered]),
+    )
+    # Below the first score the rank is zero.
+    first = torch.tensor([0.0, 0.0, torch.inf], dtype=ordered.dtype, device=ordered.device)
+    first = first.reshape(3, *[1] * ordered.dim()).expand(3, *ordered.shape[:-1], 1)
+    return Survival(ordered, torch.cat([first, inner], dim=-1), start, scale, share)
