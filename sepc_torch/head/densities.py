@@ -113,8 +113,8 @@ def _class_log_densities(
 ) -> Float[Tensor, "B C"]:
     """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
     log_weight, freedom = log_weight.double(), freedom.double()
-    rows = torch_ops.rows_per_piece(log_weight, 4 * len(codes))
-    if len(distance) <= rows:
+    rows = torch_ops.rows_per_piece(log_weight, 4 * codes.shape[0])
+    if distance.shape[0] <= rows:
         return mixtures(distance.double(), log_weight, freedom, codes, dim, classes)
     return torch.cat(
         [mixtures(piece.double(), log_weight, freedom, codes, dim, classes) for piece in distance.split(rows)]

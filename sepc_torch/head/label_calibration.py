@@ -263,16 +263,16 @@ class LabelCalibration(nn.Module):
 
         A group without a threshold, such as -1, accepts nothing. For a row without a label, -1, any score is returned.
         """
-        if (group is None) == (len(self.group_threshold) > 0):
+        if (group is None) == (self.group_threshold.shape[0] > 0):
             raise ValueError(
                 "This head accepts by given groups (accept_at(by=array)): pass groups=, the group of each point."
                 if group is None
                 else "This head does not accept by given groups; call accept_at(by=array) first, or leave out groups=."
             )
         least = self.threshold.double()
-        if len(self.class_threshold):
+        if self.class_threshold.shape[0]:
             least = self.class_threshold.double()[label.clamp_min(0)]
-        if len(self.region_threshold):
+        if self.region_threshold.shape[0]:
             assert region is not None
             least = self.region_threshold.double()[region.clamp_min(0)]
         if group is not None:

@@ -107,10 +107,11 @@ class Neighbours(nn.Module):
 
     def nearest(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
         """Return the distance to the nearest reference point of each class, and the index of that point."""
-        dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
+        points = self.offsets
+        dtype = z.dtype if z.dtype == points.dtype else torch.promote_types(z.dtype, points.dtype)
         within = torch.float64 if self.far_apart else dtype
         offset = torch_ops.relative(as_dtype(z.detach(), within), as_dtype(self.origin, within))
-        points, half_squares = as_dtype(self.offsets, within), as_dtype(self.half_squares, within)
+        points, half_squares = as_dtype(points, within), as_dtype(self.half_squares, within)
         tables = self.tables if within == torch.float32 else []
         layout = self.ends, self.slots, self.columns, self.shapes, tables
         distance, index = _nearest(offset, points, half_squares, *layout)
@@ -206,7 +207,8 @@ def _class_nearest(
         return out, index
     many = len(ends) > _MANY_CLASSES
     exact = min(len(ends), _RECOMPUTED) if many else len(ends)
-    rows = torch_ops.rows_per_piece(z, max(len(points) + (len(slots) if many else 0), exact * z.shape[1]))
+    count, dim = z.shape
+    rows = torch_ops.rows_per_piece(z, max(points.shape[0] + (slots.shape[0] if many else 0), exact * dim))
 
     def search(piece: Float[Tensor, "b D"]) -> tuple[Float[Tensor, "b C"], Int[Tensor, "b C"]]:
         closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
@@ -222,7 +224,7 @@ def _class_nearest(
         return distance.scatter_(1, near, _apart(piece, points, best.gather(1, near))), best
 
     with torch_ops.full_precision(z):
-        if len(z) <= rows:
+        if count <= rows:
             return search(z)
         distances, places = zip(*map(search, z.split(rows)), strict=True)
     return torch.cat(distances), torch.cat(places)

@@ -97,7 +97,8 @@ class Projection(nn.Module):
     @property
     def in_features(self) -> int:
         """Number of features D of the embeddings."""
-        return self.shift.shape[0] - int(self.least_length is not None)
+        shift, _, least = self.wide
+        return shift.shape[0] - int(least is not None)
 
     def forward(self, x: Tensor) -> Float[Tensor, "B R"]:
         """Project a batch of embeddings (B, D)."""

@@ -102,14 +102,14 @@ class EllipsoidBank(nn.Module):
         r"""Mahalanobis distances (B, K) of points (B, D) to each ellipsoid; distance 1 is the surface."""
         if (prepared := self.prepared_for(z)) is not None:
             return fused_distances(z, self.origin, self.offsets, self.whiteners, prepared)
-        z = self.relative(z)
+        z, offsets = self._relative(z)
         if self.kernel == "triton":
             raise RuntimeError(
                 f"kernel='triton' runs on a CUDA device in float32 with Triton installed; the bank is in "
                 f"{self.offsets.dtype} on {self.offsets.device}, z is in {z.dtype}. Move both to CUDA in float32, or "
                 "choose kernel='auto'."
             )
-        return torch_ops.distances(z, as_dtype(self.offsets, z.dtype), as_dtype(self.whiteners, z.dtype))
+        return torch_ops.distances(z, offsets, as_dtype(self.whiteners, z.dtype))
 
     def principal_axes(self, scale: Float[Tensor, "D"]) -> PrincipalAxes:
         """Centres relative to the origin and principal axes, after dividing each feature by its scale."""
@@ -127,20 +127,26 @@ class EllipsoidBank(nn.Module):
     def relative(self, z: Tensor) -> Float[Tensor, "B D"]:
         """Points minus the origin, in the wider of their own and the module's dtype; validates ``z``."""
         self._check(z)
-        dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
-        return torch_ops.relative(as_dtype(z, dtype), as_dtype(self.origin, dtype))
+        return self._relative(z)[0]
+
+    def _relative(self, z: Tensor) -> tuple[Float[Tensor, "B D"], Float[Tensor, "K D"]]:
+        """Points and centres relative to the origin, in the wider dtype."""
+        offsets = self.offsets
+        dtype = z.dtype if z.dtype == offsets.dtype else torch.promote_types(z.dtype, offsets.dtype)
+        return torch_ops.relative(as_dtype(z, dtype), as_dtype(self.origin, dtype)), as_dtype(offsets, dtype)
 
     def _check(self, z: Any) -> None:
         if not isinstance(z, Tensor):
             raise TypeError(
                 f"z must be a tensor, got {type(z).__name__}; use torch.as_tensor(z), or predict for arrays."
             )
-        if z.dim() != 2 or z.shape[1] != self.dim:
+        offsets = self.offsets
+        if z.dim() != 2 or z.shape[1] != offsets.shape[1]:
             raise ValueError(f"z must have shape (points, {self.dim}), got {tuple(z.shape)}.{single_row_hint(z.shape)}")
         if not z.is_floating_point():
             raise TypeError(f"z must be a floating-point tensor, got {z.dtype}; convert it with z.float().")
-        if z.device != self.offsets.device:
-            raise ValueError(f"z is on {z.device} and the ellipsoids on {self.offsets.device}; move one with .to().")
+        if z.device != offsets.device:
+            raise ValueError(f"z is on {z.device} and the ellipsoids on {offsets.device}; move one with .to().")
 
     def warmup(self, *rows: int) -> float:
         """Compile the kernel before the first request.

@@ -100,53 +100,57 @@ def _expanded_counts(
     the count in their union. Both bounds are exact if the points of the class in the expanded ellipsoids are nested
     sets.
     """
-    out = torch.zeros(2, len(distance), classes, dtype=torch.int64, device=distance.device)
+    points = distance.shape[0]
     rows = wanted.nonzero().squeeze(1)
-    if len(rows) == 0:
-        return out
-    if len(rows) * step_ids.shape[1] <= _FEW_VALUES and not tail_distances.shape[1]:
-        size, counts = len(rows), _counts_by_sum(distance, grid_classes, grid_counts, step_distances, classes, surface)
+    size = rows.shape[0]
+    if size == 0:
+        return torch.zeros(2, points, classes, dtype=torch.int64, device=distance.device)
+    if size * step_ids.shape[1] <= _FEW_VALUES and not tail_distances.shape[1]:
+        counts = _counts_by_maximum(grid_classes, grid_counts, step_distances, classes, surface)
     else:
         tables = grid_classes, grid_counts, step_ids, step_distances, tail_distances
         size, counts = _counts_by_search(distance, *tables, classes, surface)
-    near = nearness.index_select(0, rows)
-    least, nearest = near.min(dim=1)
-    for k, row in zip(nearest.split(size), rows.split(size), strict=True):
-        out[:, row] = counts(k, row)
-    tied = near <= (least * (1.0 + tie)).unsqueeze(1)
-    several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
-    if len(several) == 0:
+    near = nearness if rows.shape[0] == points else nearness.index_select(0, rows)
+    least, nearest = near.min(dim=1, keepdim=True)
+    if rows.shape[0] == points <= size:
+        found = counts(nearest, distance.gather(1, nearest))
+        out = torch.stack([found, found])
+    else:
+        out = torch.zeros(2, points, classes, dtype=torch.int64, device=distance.device)
+        for k, row in zip(nearest.split(size), rows.split(size), strict=True):
+            out[:, row] = counts(k, distance[row, k.squeeze(1)].unsqueeze(1))
+    tied = near <= least * (1.0 + tie)
+    several = tied.sum(dim=1) > 1
+    if not bool(several.any()):
         return out
+    several = several.nonzero().squeeze(1)
     out[0, rows[several]] = torch.iinfo(torch.int64).max
     for pairs in tied[several].nonzero().split(size):
-        row, k = rows[several[pairs[:, 0]]], pairs[:, 1]
-        found = counts(k, row)
+        row, k = rows[several[pairs[:, 0]]], pairs[:, 1:]
+        found = counts(k, distance[row, k.squeeze(1)].unsqueeze(1))
         for slot, how in ((0, "amin"), (1, "amax")):
             out[slot].scatter_reduce_(0, row.unsqueeze(1).expand_as(found), found, how)
     return out
 
 
-def _counts_by_sum(
-    distance: Float[Tensor, "B K"],
+def _counts_by_maximum(
     grid_classes: Int[Tensor, "T"],
     grid_counts: Int[Tensor, "T"],
     step_distances: Float[Tensor, "K L"],
     classes: int,
     surface: float,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Function from ellipsoids (n,) and rows (n,) to class counts (n, C): the sum of all steps within the distance.
+    """Function from ellipsoids (n, 1) and distances (n, 1) to class counts (n, C): the largest count within reach.
 
-    Every ellipsoid has a step for each count of the grid, in which classes follow each other.
+    Every ellipsoid has a step for each count of the grid.
     """
-    grid_classes = grid_classes.long()
-    grown = grid_counts.diff(prepend=grid_counts.new_zeros(1))
-    first = grid_classes.diff(prepend=grid_classes.new_full((1,), -1)) > 0
-    grown = torch.where(first, grid_counts, grown).long()
+    steps_of = grid_classes.long()
 
-    def counts(k: Int[Tensor, "n"], row: Int[Tensor, "n"]) -> Int[Tensor, "n C"]:
-        within = (distance[row, k] * (1.0 + surface)).unsqueeze(1)
-        steps = (as_dtype(step_distances.index_select(0, k), within.dtype) <= within) * grown
-        return steps.new_zeros(len(k), classes).scatter_add_(1, grid_classes.expand_as(steps), steps)
+    def counts(k: Int[Tensor, "n 1"], within: Float[Tensor, "n 1"]) -> Int[Tensor, "n C"]:
+        steps = as_dtype(step_distances.index_select(0, k.squeeze(1)), within.dtype)
+        reached = (steps <= within * (1.0 + surface)) * grid_counts
+        found = torch.zeros(k.shape[0], classes, dtype=torch.int64, device=k.device)
+        return found.scatter_reduce_(1, steps_of.expand_as(reached), as_dtype(reached, torch.int64), "amax")
 
     return counts
 
@@ -161,18 +165,18 @@ def _counts_by_search(
     classes: int,
     surface: float,
 ) -> tuple[int, Callable[[Tensor, Tensor], Tensor]]:
-    """Largest n, and a function from ellipsoids (n,) and rows (n,) to class counts (n, C), by binary search."""
+    """Largest n, and a function from ellipsoids (n, 1) and distances (n, 1) to class counts (n, C), by bisection."""
     starts = torch.searchsorted(grid_classes, torch.arange(classes + 1, dtype=torch.int32, device=distance.device))
     longest = int(starts.diff().max())
     # A binary search needs about eight integers per class. With a tail, the int32 indices of the steps are copied too.
     copied = step_ids.shape[1] // 2 if tail_distances.shape[1] else 0
     size = torch_ops.rows_per_piece(starts, 8 * classes + copied)
 
-    def counts(k: Int[Tensor, "n"], row: Int[Tensor, "n"]) -> Int[Tensor, "n C"]:
-        runs = starts.expand(len(k), -1)
+    def counts(k: Int[Tensor, "n 1"], within: Float[Tensor, "n 1"]) -> Int[Tensor, "n C"]:
+        k, within = k.squeeze(1), within.squeeze(1) * (1.0 + surface)
+        runs = starts.expand(k.shape[0], -1)
         if tail_distances.shape[1]:  # the ellipsoids keep different steps
             runs = torch.searchsorted(step_ids[k], runs.int().contiguous())
-        within = distance[row, k] * (1.0 + surface)
         return counts_within(k, within, runs, longest, starts, grid_counts, step_distances, tail_distances)
 
     return size, counts

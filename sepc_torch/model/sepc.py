@@ -177,7 +177,7 @@ class SEPC(nn.Module):
     @property
     def training_counts(self) -> TrainingCounts:
         """Class counts of the training set, for the rules."""
-        return TrainingCounts(*(getattr(self, name) for name in TrainingCounts._fields))
+        return TrainingCounts(*(self._buffers[name] for name in TrainingCounts._fields))  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Sizes of the model for ``repr``."""

@@ -43,7 +43,7 @@ def _distances(
     count, dim = z.shape
     if z.device.type == "cpu" and count >= _COLUMN_ROWS:
         return _column_distances(z, centers, whiteners)
-    rows = rows_per_piece(z, len(centers) * dim)
+    rows = rows_per_piece(z, centers.shape[0] * dim)
     centers, transposed = centers.unsqueeze(1), whiteners.mT
     with full_precision(z):
         pieces = [
@@ -163,7 +163,8 @@ T = TypeVar("T", Tensor, tuple[Tensor, Tensor], list[Tensor])
 def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
     """Register a function as the torch operator ``sepc_torch::<name in the schema>``.
 
-    Where neither a graph nor a gradient is recorded, the function itself is called, which costs less.
+    Where no graph, gradient or torch function mode would see the operator, the function itself is called, which costs
+    less.
 
     Args:
         schema: Name and signature of the operator.
@@ -176,8 +177,8 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
     registered = _register(schema, function, shape)
 
     def call(*arguments: Any) -> T:
-        recorded = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        return registered(*arguments) if recorded else function(*arguments)
+        seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_function_stack()
+        return registered(*arguments) if seen else function(*arguments)
 
     return call
 
