@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import densities, head_module, neighbours
+from sepc_torch.head import assess, densities, head_module, neighbours
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 from sepc_torch.model import device_sync
@@ -195,7 +195,8 @@ def test_nothing_but_the_partition_synchronises(
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
-    monkeypatch.setattr(device_sync, "readable", lambda _: False)  # as on a CUDA device
+    for module in (device_sync, assess):
+        monkeypatch.setattr(module, "readable", lambda _: False)  # as on a CUDA device
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
     monkeypatch.setattr(densities, "_log_densities", densities._class_log_densities)

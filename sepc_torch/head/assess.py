@@ -102,7 +102,7 @@ def assess(
         and are not accepted.
     """
     density, *others = measured
-    given = None if logits is None else logits.detach()
+    given = logits.detach() if logits is not None and logits.requires_grad else logits
     near, white, mahalanobis, scores = ([] if part is None else [part] for part in (*others, given))
     rows = density, near, white, mahalanobis, scores, label, invalid, least
     return Assessed(*(_assess(*rows, list(tables)) if density.is_cuda else _assess_plain(*rows, plain)))

@@ -209,7 +209,8 @@ def class_share_above(
             value = flat[row * most + further.clamp(max=most) - 1]
             below = torch.where((further <= most) & (value < scores), further, below)
     # The padding (inf) is never below a score, so below <= count.
-    return (count - below + 1).double() / (count + 1)
+    total = count + 1
+    return (total - below).double() / total
 
 
 def flag_threshold(score: Float[Tensor, "M"], flag_rate: float) -> float:

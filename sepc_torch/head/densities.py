@@ -30,6 +30,7 @@ from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.kernels import Split
 from sepc_torch.model.kernels.launch import on_device
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Float, Int
 
 # Least variance of every direction, as a share of the mean variance within regions: a direction without variance would
@@ -98,7 +99,8 @@ class RegionDensities(nn.Module):
             regions = list(self.by_class)
             return _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
         origin, offsets, whiteners = self.wide
-        distance = torch_ops.distances(torch_ops.relative(points.double(), origin), offsets, whiteners)
+        points = torch_ops.relative(as_dtype(points, torch.float64), origin)
+        distance = torch_ops.distances(points, offsets, whiteners)
         tables = self.by_class.log_weight, self.by_class.freedom, self.codes
         return _log_densities(distance, *tables, self.bank.dim, self.classes)
 
@@ -112,10 +114,10 @@ def _class_log_densities(
     classes: int,
 ) -> Float[Tensor, "B C"]:
     """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
-    log_weight, freedom = log_weight.double(), freedom.double()
+    log_weight, freedom = as_dtype(log_weight, torch.float64), as_dtype(freedom, torch.float64)
     rows = torch_ops.rows_per_piece(log_weight, 4 * codes.shape[0])
     if distance.shape[0] <= rows:
-        return mixtures(distance.double(), log_weight, freedom, codes, dim, classes)
+        return mixtures(as_dtype(distance, torch.float64), log_weight, freedom, codes, dim, classes)
     return torch.cat(
         [mixtures(piece.double(), log_weight, freedom, codes, dim, classes) for piece in distance.split(rows)]
     )

@@ -23,6 +23,7 @@ from sepc_torch.head.conformal import (
 )
 from sepc_torch.head.evidence import EvidenceValues
 from sepc_torch.head.strangeness import Strangeness
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 # Relative rounding error of one divided by a flag rate.
@@ -269,7 +270,7 @@ class LabelCalibration(nn.Module):
                 if group is None
                 else "This head does not accept by given groups; call accept_at(by=array) first, or leave out groups=."
             )
-        least = self.threshold.double()
+        least = as_dtype(self.threshold, torch.float64)
         if self.class_threshold.shape[0]:
             least = self.class_threshold.double()[label.clamp_min(0)]
         if self.region_threshold.shape[0]:

@@ -110,7 +110,8 @@ class Neighbours(nn.Module):
         points = self.offsets
         dtype = z.dtype if z.dtype == points.dtype else torch.promote_types(z.dtype, points.dtype)
         within = torch.float64 if self.far_apart else dtype
-        offset = torch_ops.relative(as_dtype(z.detach(), within), as_dtype(self.origin, within))
+        z = z.detach() if z.requires_grad else z
+        offset = torch_ops.relative(as_dtype(z, within), as_dtype(self.origin, within))
         points, half_squares = as_dtype(points, within), as_dtype(self.half_squares, within)
         tables = self.tables if within == torch.float32 else []
         layout = self.ends, self.slots, self.columns, self.shapes, tables

@@ -159,8 +159,9 @@ def _coordinates(
         longest = torch.finfo(torch.float32 if narrow else torch.float64).max ** 0.5
         # A zero embedding has no direction. NaN marks the row (zero divided by zero); zeros would be taken for the
         # mean. A row whose length overflows would become zeros and is marked too.
-        length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
-        if x.requires_grad and torch.is_grad_enabled():  # no gradient reaches a marked row
+        differentiates = x.requires_grad and torch.is_grad_enabled()
+        length = torch.linalg.vector_norm(x.detach() if differentiates else x, dim=1, keepdim=True)
+        if differentiates:  # no gradient reaches a marked row
             valid = (length <= longest) if least is not None else (length > 0) & (length <= longest)
             x = torch.where(valid, x, torch.nan)
             length = torch.linalg.vector_norm(x, dim=1, keepdim=True)

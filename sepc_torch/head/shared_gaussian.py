@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sepc_torch.head.densities import ClassSpread
 from sepc_torch.model import torch_ops
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Float
 
 # Least variance of the directions outside, as a share of the mean variance of all directions: where training embeddings
@@ -86,12 +87,12 @@ class SharedGaussian(nn.Module):
 
 def _squares(coordinates: Float[Tensor, "B R"], square: Float[Tensor, "B"], tables: list[Tensor]) -> Float[Tensor, "B"]:
     whitener, means, half_squares, deviations, outside = tables
-    coordinates = coordinates.double()
+    coordinates, square = as_dtype(coordinates, torch.float64), as_dtype(square, torch.float64)
     white = coordinates @ whitener
     # The nearest mean by a product, then its distance from differences, which keeps the digits of short ones.
     near = torch.addmm(half_squares, white, means.T).argmax(dim=1)
     inside = (white - means.index_select(0, near)).square().sum(dim=1)
-    rest = square.double() - (coordinates * deviations).square().sum(dim=1)
+    rest = square - (coordinates * deviations).square().sum(dim=1)
     return inside + rest.clamp_min(0.0) / outside
 
 

@@ -14,6 +14,8 @@ from sepc_torch.shapes import Bool, Float, Int
 
 # Largest number of values of a temporary for which a few operators on long lists replace many on short ones.
 _FEW_VALUES = 2**16
+# Relative difference of equal distances that says that no two are equal.
+NO_TIE = -1.0
 
 
 def _region_counts(
@@ -95,10 +97,10 @@ def _expanded_counts(
 ) -> Int[Tensor, "2 B C"]:
     """Class counts in the nearest ellipsoid, expanded until it touches the point.
 
-    If several ellipsoids are equally near, all of them are expanded. Index 0 is the least class count over these
-    ellipsoids, an upper bound of the count in their intersection. Index 1 is the greatest class count, a lower bound of
-    the count in their union. Both bounds are exact if the points of the class in the expanded ellipsoids are nested
-    sets.
+    If several ellipsoids are equally near, up to the relative difference ``tie``, all of them are expanded. Index 0 is
+    the least class count over these ellipsoids, an upper bound of the count in their intersection. Index 1 is the
+    greatest class count, a lower bound of the count in their union. Both bounds are exact if the points of the class in
+    the expanded ellipsoids are nested sets.
     """
     points = distance.shape[0]
     rows = wanted.nonzero().squeeze(1)
@@ -119,6 +121,8 @@ def _expanded_counts(
         out = torch.zeros(2, points, classes, dtype=torch.int64, device=distance.device)
         for k, row in zip(nearest.split(size), rows.split(size), strict=True):
             out[:, row] = counts(k, distance[row, k.squeeze(1)].unsqueeze(1))
+    if tie == NO_TIE:
+        return out
     tied = near <= least * (1.0 + tie)
     several = tied.sum(dim=1) > 1
     if not bool(several.any()):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model.counting import expanded_counts, region_counts
+from sepc_torch.model.counting import NO_TIE, expanded_counts, region_counts
 from sepc_torch.model.device_sync import all_finite, readable
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Bool, Float, Int
@@ -121,20 +121,20 @@ def resolve(
     place = nearest if finite else torch.where(single, inside.to(torch.uint8).argmax(dim=1), nearest)
     label, rule = training.codes.index_select(0, place), outside * int(Rule.OUTSIDE)
     narrow = wide = training.held.index_select(0, place)
-    classes, alone = training.held.shape[1], single
+    classes, alone, settled = training.held.shape[1], single, fewest == most == 1
     if fewest == 0:
         nearness = distance if nearness is None else nearness
         tied = (nearness <= (least * (1.0 + NEAREST_TIE)).unsqueeze(1)).sum(dim=1)
-        alone = single | (outside & (tied == 1))
-        expanded = expanded_counts(
-            distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, NEAREST_TIE
-        )
-        narrow, wide = torch.where(outside.unsqueeze(1), expanded, narrow)
+        alone = tied == 1 if most == 0 else single | (outside & (tied == 1))
+        settled = most <= 1 and bool(alone.all())
+        tie = NO_TIE if settled else NEAREST_TIE
+        expanded = expanded_counts(distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, tie)
+        narrow, wide = expanded if most == 0 else torch.where(outside.unsqueeze(1), expanded, narrow)
     if most > 1:
         regions = region_counts(inside, *training[1:6], classes)
         several = (held_by > 1).unsqueeze(1)
         narrow, wide = torch.where(several, regions[0], narrow), torch.where(several, regions[1], wide)
-    if most <= 1 and bool(alone.all()):
+    if settled:
         return Resolution(label, rule, nearest, narrow, finite)
     by_narrow, by_wide = decided(narrow), decided(wide)
     majority = torch.where(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Float, Int
 
 
@@ -81,7 +82,7 @@ def label_trusts(
             [0.7380]], dtype=torch.float64)
     """
     count = counts.gather(1, labels.T).T
-    weighted_sum = (counts.long() * totals).sum(dim=1)
+    weighted_sum = (as_dtype(counts, torch.int64) * totals).sum(dim=1)
     return trust_from_sums(count, totals.take(labels), weighted_sum)
 
 
