@@ -169,7 +169,7 @@ def _assess_by_rows(
     if finite is not None and tables.weights.shape[0] > len(kinds):  # file formats 1 to 3 had no energy
         kinds.append(-finite.logsumexp(dim=1))
     log_shares = tables.kinds.log_share(finite_scores(torch.stack(kinds)))
-    score = combined_score(-log_shares.T.contiguous(), tables.weights)  # the last digit of a sum depends on the layout
+    score = combined_score(log_shares.T.contiguous(), tables.weights)  # the last digit of a sum depends on the layout
     typicality = tables.combined.log_share(score)
     # Calibration scores that are equal up to rounding count as at least as large, which can only raise a p-value.
     lower = score - RESOLUTION * (1.0 + score.abs())

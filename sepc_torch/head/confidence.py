@@ -76,19 +76,24 @@ class Confidence(nn.Module):
 
 
 class LogisticModels(NamedTuple):
-    """Weights, bias, both bends and shift of n models (:class:`Confidence`), shaped for :func:`confidences`."""
+    r"""Parameters of n models (:class:`Confidence`), laid out for :func:`confidences`.
 
-    weights: Float[Tensor, "n F 1"]
-    bias: Float[Tensor, "n 1"]
-    first: Float[Tensor, "n 1"]
-    second: Float[Tensor, "n 1"]
+    ``weights`` and ``bias`` hold w, b and, second, -w, -b: one logarithm then gives :math:`\log q` and
+    :math:`\log(1 - q) = \log \sigma(-w \cdot x - b)`. ``bend`` holds u and -v.
+    """
+
+    weights: Float[Tensor, "2 n F 1"]
+    bias: Float[Tensor, "2 n 1"]
+    bend: Float[Tensor, "2 n 1"]
     shift: Float[Tensor, "n 1"]
 
 
 def logistic_models(parameters: Float[Tensor, "n f"]) -> LogisticModels:
     """Lay out the parameters of n models; see :meth:`Confidence.parameters_in_one`."""
     weights, rest = parameters.unsqueeze(2).split([parameters.shape[1] - 4, 4], dim=1)
-    return LogisticModels(weights, *rest.unbind(dim=1))
+    bias, first, second, shift = rest.unbind(dim=1)
+    weights, bias = torch.stack([weights, -weights]), torch.stack([bias, -bias])
+    return LogisticModels(weights, bias, torch.stack([first, -second]), shift)
 
 
 def confidences(support: Float[Tensor, "F B"], models: LogisticModels) -> Float[Tensor, "n B"]:
@@ -97,8 +102,8 @@ def confidences(support: Float[Tensor, "F B"], models: LogisticModels) -> Float[
     >>> confidences(torch.tensor([[0.0, 1.0]]), logistic_models(torch.tensor([[2.0, 0.0, 1.0, 1.0, 0.0]])))
     tensor([[0.5000, 0.8808]])
     """
-    score = (support * models.weights).sum(dim=1) + models.bias
-    return torch.sigmoid(models.first * logsigmoid(score) - models.second * logsigmoid(-score) + models.shift)
+    score = (support * models.weights).sum(dim=2) + models.bias
+    return torch.sigmoid((models.bend * logsigmoid(score)).sum(dim=0) + models.shift)
 
 
 def fit_logistic(

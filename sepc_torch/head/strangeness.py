@@ -65,26 +65,26 @@ class Strangeness(nn.Module):
     def fit(self, nonconformity: Float[Tensor, "M S"], wrong: Bool[Tensor, "M"]) -> None:
         """Fit shares and weights to calibration points, and to whether their labels are wrong."""
         self.ordered = nonconformity.double().T.sort(dim=1).values.contiguous()
-        surprise = self._surprise(nonconformity)
-        bulk = surprise.clamp_max(-math.log(self.tail)).numpy()
+        log_share = self._log_share(nonconformity)
+        bulk = (-log_share).clamp_max(-math.log(self.tail)).numpy()
         kinds = bulk.shape[1]
         weights, _ = fit_logistic(bulk, wrong.numpy(), np.full(kinds, 1.0 / kinds))
         if weights.sum() == 0:  # no kind tells anything about mistakes: no reason to prefer one
             weights = np.ones(kinds)
         self.weights = torch.from_numpy(weights * (kinds / weights.sum()))
-        self.combined = self._combine(surprise).sort().values
+        self.combined = self._combine(log_share).sort().values
 
     def forward(self, nonconformity: Float[Tensor, "B S"]) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
         """Return the combined nonconformity score and the log typicality of every row, in float64."""
-        combined = self._combine(self._surprise(nonconformity))
+        combined = self._combine(self._log_share(nonconformity))
         return combined, log_survival(self.combined.double(), combined, self.tail)
 
-    def _surprise(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+    def _log_share(self, nonconformity: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         # Contiguous rows: the last digits of sums over the kinds depend on the layout.
-        return -log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T.contiguous()
+        return log_survival(self.ordered.double(), nonconformity.double().T, self.tail).T.contiguous()
 
-    def _combine(self, surprise: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
-        return combined_score(surprise, self.weights, self.tail)
+    def _combine(self, log_share: Float[Tensor, "B S"]) -> Float[Tensor, "B"]:
+        return combined_score(log_share, self.weights, self.tail)
 
     def tails(self) -> Float[Tensor, "S1 4"]:
         """Constants of the tails of all kinds and, last, of the combined score; see :func:`tail_constants`."""
@@ -93,16 +93,16 @@ class Strangeness(nn.Module):
 
 
 def combined_score(
-    surprise: Float[Tensor, "B S"], weights: Float[Tensor, "S"], tail: float = TAIL_FRACTION
+    log_share: Float[Tensor, "B S"], weights: Float[Tensor, "S"], tail: float = TAIL_FRACTION
 ) -> Float[Tensor, "B"]:
-    """The combined score s of this module's formula, from the l of every kind.
+    """The combined score s of this module's formula, from the log share -l of every kind.
 
-    >>> combined_score(torch.tensor([[1.0, 5.0]]), torch.tensor([2.0, 0.0]), tail=0.1)
+    >>> combined_score(torch.tensor([[-1.0, -5.0]]), torch.tensor([2.0, 0.0]), tail=0.1)
     tensor([4.6974], dtype=torch.float64)
     """
-    end = -math.log(tail)
-    bulk = (as_dtype(weights, torch.float64) * surprise.clamp_max(end)).sum(dim=1)
-    return bulk + (surprise - end).clamp_min(0.0).sum(dim=1)
+    start = math.log(tail)
+    bulk = as_dtype(weights, torch.float64) * log_share.clamp_min(start)
+    return (start - log_share).clamp_min(0.0).sum(dim=1) - bulk.sum(dim=1)
 
 
 def log_survival(

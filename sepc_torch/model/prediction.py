@@ -92,7 +92,9 @@ def predict_for_labels(
     trusts = label_trusts(found.counts, totals, labels).to(distance.dtype)
     if bad is not None:
         labels, trusts = torch.where(bad, -1, labels), torch.where(bad, 0.0, trusts)
-    nearest = distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1)
+    nearest = found.distance
+    if distance.requires_grad:
+        nearest = distance.gather(1, found.nearest.unsqueeze(1)).squeeze(1)
     return [
         Prediction(label, trust, found.rule, nearest, margin, found.nearest, runner_up)
         for label, trust, margin, runner_up in zip(

@@ -87,7 +87,7 @@ class TrainingCounts(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """Label (B,), rule (B,) and nearest ellipsoid (B,) of every point, and the class counts (B, C) of its region.
+    """Label, rule, nearest ellipsoid and its distance (B,) of every point, and the class counts (B, C) of its region.
 
     ``finite`` is True if all distances are known to be finite.
     """
@@ -95,6 +95,7 @@ class Resolution(NamedTuple):
     label: Int[Tensor, "B"]
     rule: Int[Tensor, "B"]
     nearest: Int[Tensor, "B"]
+    distance: Float[Tensor, "B"]
     counts: Int[Tensor, "B C"]
     finite: bool
 
@@ -117,6 +118,7 @@ def resolve(
     least, nearest = (distance if nearness is None else nearness).min(dim=1)
     if nearness is not None:
         nearest = torch.where(outside, nearest, distance.argmin(dim=1))
+    length = least if nearness is None else distance.gather(1, nearest.unsqueeze(1)).squeeze(1)
     # The ellipsoid that holds a point alone is the nearest one, but for distances that are NaN.
     place = nearest if finite else torch.where(single, inside.to(torch.uint8).argmax(dim=1), nearest)
     label, rule = training.codes.index_select(0, place), outside * int(Rule.OUTSIDE)
@@ -135,7 +137,7 @@ def resolve(
         several = (held_by > 1).unsqueeze(1)
         narrow, wide = torch.where(several, regions[0], narrow), torch.where(several, regions[1], wide)
     if settled:
-        return Resolution(label, rule, nearest, narrow, finite)
+        return Resolution(label, rule, nearest, length, narrow, finite)
     by_narrow, by_wide = decided(narrow), decided(wide)
     majority = torch.where(
         by_narrow,
@@ -144,7 +146,8 @@ def resolve(
     )
     label = torch.where(alone, label, majority)
     rule = torch.where(held_by > 1, torch.where(by_narrow, int(Rule.OVERLAP), int(Rule.UNION)), rule)
-    return Resolution(label, rule, nearest, torch.where((alone | by_narrow)[:, None], narrow, wide), finite)
+    counts = torch.where((alone | by_narrow)[:, None], narrow, wide)
+    return Resolution(label, rule, nearest, length, counts, finite)
 
 
 def _range(held_by: Int[Tensor, "B"]) -> tuple[int, int]:
