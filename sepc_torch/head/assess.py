@@ -14,7 +14,7 @@ All arithmetic is in float64. ``torch.compile`` sees one operator, so compiled r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def assess(
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
     tables: CalibrationTables,
-    plain: list[Tensor],
+    plain: PlainTables,
 ) -> Assessed:
     """Calibrated values of labels.
 
@@ -95,7 +95,7 @@ def assess(
         invalid: Rows with an invalid embedding.
         least: The least accepted joint score, of every row or of all.
         tables: The calibration.
-        plain: The same calibration as :meth:`PlainTables.tensors`, for devices without kernels.
+        plain: The same calibration, for devices without kernels.
 
     Returns:
         The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
@@ -103,9 +103,11 @@ def assess(
     """
     density, *others = measured
     given = logits.detach() if logits is not None and logits.requires_grad else logits
+    if not density.is_cuda and not torch.compiler.is_compiling():
+        return _assess_by_rows(measured, given, label, invalid, least, plain)
     near, white, mahalanobis, scores = ([] if part is None else [part] for part in (*others, given))
     rows = density, near, white, mahalanobis, scores, label, invalid, least
-    return Assessed(*(_assess(*rows, list(tables)) if density.is_cuda else _assess_plain(*rows, plain)))
+    return Assessed(*(_assess(*rows, list(tables)) if density.is_cuda else _assess_plain(*rows, plain.tensors())))
 
 
 def _assess_rows(
@@ -119,51 +121,53 @@ def _assess_rows(
     least: Tensor,
     tensors: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
+    rows = density, near, white, mahalanobis, logits, label, invalid, least
     if available(density):
         from sepc_torch.head.kernels.assess import assess_on_cuda
 
-        measured = density, near, white, mahalanobis
-        return assess_on_cuda(*measured, logits, label, invalid, least, CalibrationTables(*tensors))
-    return assess_plainly(density, near, white, mahalanobis, logits, label, invalid, least, tensors)
+        return assess_on_cuda(*rows, CalibrationTables(*tensors))
+    return assess_plainly(*rows, tensors)
 
 
-def assess_plainly(
-    density: Float[Tensor, "B C"],
+def assess_plainly(*arguments: Any) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
+    """The operator in plain torch; its last argument is the tensors of :class:`CalibrationTables`."""
+    *rows, tensors = arguments
+    return _assess_flat(*rows, PlainTables.of(CalibrationTables(*tensors)).tensors())
+
+
+def _assess_flat(
+    density: Tensor,
     near: list[Tensor],
     white: list[Tensor],
     mahalanobis: list[Tensor],
     logits: list[Tensor],
-    label: Int[Tensor, "B"],
-    invalid: Bool[Tensor, "B"],
-    least: Float[Tensor, "*B"],
+    label: Tensor,
+    invalid: Tensor,
+    least: Tensor,
     tensors: list[Tensor],
-) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator in plain torch, from the tensors of :class:`CalibrationTables`."""
-    plain = PlainTables.of(CalibrationTables(*tensors)).tensors()
-    return _assess_by_rows(density, near, white, mahalanobis, logits, label, invalid, least, plain)
+) -> tuple[Tensor, Tensor]:
+    """The operator in plain torch, from the tensors of :class:`PlainTables`."""
+    *others, given = (part[0] if part else None for part in (near, white, mahalanobis, logits))
+    measured, plain = Measurements(density, *others), PlainTables.from_tensors(tensors)
+    return tuple(_assess_by_rows(measured, given, label, invalid, least, plain))
 
 
 def _assess_by_rows(
-    density: Float[Tensor, "B C"],
-    near: list[Tensor],
-    white: list[Tensor],
-    mahalanobis: list[Tensor],
-    logits: list[Tensor],
+    measured: Measurements,
+    logits: Float[Tensor, "B C"] | None,
     label: Int[Tensor, "B"],
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
-    plain: list[Tensor],
-) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
+    tables: PlainTables,
+) -> Assessed:
     """Supports, kinds and models are rows, so that one call serves all of them: a few points cost only calls."""
-    tables = PlainTables.from_tensors(plain)
-    distances, *others = (part[0] if part else None for part in (near, white, mahalanobis))
-    index, finite = label.clamp_min(0), finite_logits(logits[0]) if logits else None
+    index, finite = label.clamp_min(0), None if logits is None else finite_logits(logits)
     scaled = None if finite is None else finite / tables.temperature
-    support = torch.stack(support_columns(density, distances, scaled, index))
+    support = torch.stack(support_columns(measured.density, measured.near, scaled, index))
     invalid = invalid | support.isnan().any(dim=0)
     refused = invalid | (label < 0)
     some_refused = not readable(refused) or bool(refused.any())
-    kinds = Measurements(density, distances, *others).kinds()
+    kinds = measured.kinds()
     if some_refused:
         kinds = [torch.where(refused, torch.nan, kind) for kind in kinds]
     if finite is not None and tables.weights.shape[0] > len(kinds):  # file formats 1 to 3 had no energy
@@ -181,7 +185,7 @@ def _assess_by_rows(
         confidence, joint = torch.where(refused, 0.0, confidence), torch.where(refused, 0.0, joint)
         by_class = torch.where(refused & ~invalid, torch.nan, by_class)
         accept = accept & ~refused
-    return torch.stack([confidence, share_above(tables.held, lower), by_class, score, joint]), accept
+    return Assessed(torch.stack([confidence, share_above(tables.held, lower), by_class, score, joint]), accept)
 
 
 def finite_logits(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
@@ -215,4 +219,4 @@ _ARGUMENTS = (
     "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)"
 )
 _assess = torch_ops.operator(f"assess{_ARGUMENTS}", _assess_rows, _shapes)
-_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", _assess_by_rows, _shapes)
+_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", _assess_flat, _shapes)

@@ -154,16 +154,18 @@ class Calibration(nn.Module):
             dtype: Dtype of the results, which are computed in float64.
         """
         labels = self.own if logits is None else self.network
-        if not self.done:
-            return self._uncalibrated(measured, label, invalid, logits, dtype)
-        if labels.done and (logits is not None or own):
+        plain = labels.plain
+        if plain is not None and (logits is not None or own):
             least = labels.least_score(label, region, group)
-            columns, accept = assess(measured, logits, label, invalid, least, labels.tables(), labels.plain_tables)
+            columns, accept = assess(measured, logits, label, invalid, least, labels.tables(), plain)
             confidence, p_value, class_p_value, nonconformity, joint = _in_dtype(columns, dtype).unbind()
             return Calibrated(confidence, p_value, class_p_value, nonconformity, joint, accept)
+        plain = self.own.plain
+        if plain is None:
+            return self._uncalibrated(measured, label, invalid, logits, dtype)
         # Labels without a calibration: p-values are those of the point alone.
         nothing = torch.full((), torch.inf, dtype=torch.float64, device=label.device)
-        columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables(), self.own.plain_tables)
+        columns, accept = assess(measured, None, label, invalid, nothing, self.own.tables(), plain)
         confidence, p_value, class_p_value, nonconformity, joint = columns.unbind()
         # Zero marks refused rows.
         confidence, joint = (torch.where(column > 0, torch.nan, column) for column in (confidence, joint))

@@ -191,9 +191,11 @@ class Evidence(nn.Module):
         """Names of the columns of the support."""
         return ("regions", "neighbours") if self.reference_points.ends else ("regions",)
 
-    @torch.no_grad()
     def measure(self, z: Float[Tensor, "B D"]) -> Measurements:
-        """Return the measurements of embeddings that do not depend on a label."""
+        """Return the measurements of embeddings that do not depend on a label, without gradients."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.measure(z)
         white, mahalanobis = None, None
         if self.tables and fits(z, self.tables):
             polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables)

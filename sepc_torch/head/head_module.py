@@ -118,10 +118,11 @@ class HeadModule(nn.Module):
         own: bool,
     ) -> Calibrated:
         """Return the calibrated values of labels; rows without a label or with an invalid embedding are refused."""
-        if self.evidence is None or self.calibration is None:
+        evidence, calibration = self.evidence, self.calibration
+        if evidence is None or calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(invalid))
-        if logits is not None and self.calibration.without_logits and not torch.compiler.is_compiling():
+        if logits is not None and calibration.without_logits and not torch.compiler.is_compiling():
             warnings.warn(
                 "This head was calibrated without logits, so the network's labels have no calibration: their "
                 "confidence and joint score are NaN, and none is accepted. Calibrate with logits, or call the head "
@@ -129,9 +130,8 @@ class HeadModule(nn.Module):
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         self._warn_if_stale(stacklevel=6)
-        measured = self.evidence.measure(z)
-        given = measured, label, invalid, logits
-        found: Calibrated = self.calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
+        given = evidence.measure(z), label, invalid, logits
+        found: Calibrated = calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
         return found
 
     def _warn_if_stale(self, stacklevel: int) -> None:

@@ -120,7 +120,7 @@ class LabelCalibration(nn.Module):
     @property
     def done(self) -> bool:
         """Whether these labels were calibrated."""
-        return self.held_joint.shape[0] > 0
+        return self.plain is not None
 
     def fit(
         self,
@@ -168,7 +168,7 @@ class LabelCalibration(nn.Module):
         """Compute the buffers that depend on others; called after a fit and after loading. They are not saved."""
         self.confidence_parameters = self.confidence.parameters_in_one()
         self.ranking_parameters = self.ranking.parameters_in_one()
-        if self.done:
+        if self.held_joint.shape[0]:
             self.tails = self.strangeness.tails()
         self._lay_out()
 
@@ -187,7 +187,7 @@ class LabelCalibration(nn.Module):
             class_counts=self.class_counts,
             unknown_odds=self.unknown_odds,
         )
-        self.plain_tables = PlainTables.of(self._tables).tensors() if self.done else []
+        self.plain = PlainTables.of(self._tables) if self.held_joint.shape[0] else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LabelCalibration:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

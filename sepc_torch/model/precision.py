@@ -34,20 +34,38 @@ def _set_precisions(backends: list[Any], precisions: list[str]) -> None:
 
 @contextmanager
 def _full_float32() -> Iterator[None]:
+    global _changes
+    _changes += 1
     restore = _set_full_precision()
     yield
     restore()
+    _changes += 1
 
 
 # Torch keeps the precision of float32 matrix products as a setting of the whole process.
 _FULL_FLOAT32 = SharedSetting(_full_float32)
+# Times that the setting was changed and restored: odd while any thread is inside the context.
+_changes = 0
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def _full_by_default() -> bool:
+    """Whether the user's setting is full precision; False if a thread that changed it hides the user's setting."""
+    before = _changes
+    try:
+        full = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        return False
+    return full and before % 2 == 0 and before == _changes
 
 
 def full_precision(z: Tensor) -> AbstractContextManager[Any]:
     """Context in which matrix products use the tensor's own dtype, regardless of autocast and TF32 settings."""
     if z.dtype == torch.float64:  # no setting narrows float64
-        return nullcontext()
-    return _without_autocast(z.device.type) if torch.is_autocast_enabled(z.device.type) else _FULL_FLOAT32
+        return _NOTHING
+    if torch.is_autocast_enabled(z.device.type):
+        return _without_autocast(z.device.type)
+    return _NOTHING if _full_by_default() else _FULL_FLOAT32
 
 
 @contextmanager
