@@ -14,7 +14,7 @@ All arithmetic is in float64. ``torch.compile`` sees one operator, so compiled r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class PlainTables(NamedTuple):
     @classmethod
     def from_tensors(cls, tensors: list[Tensor]) -> PlainTables:
         """The tables from the list that :meth:`tensors` makes."""
-        by_class, kinds = ClassCalibration(*tensors[3:5]), Survival(*tensors[6:11])
-        combined, models = Survival(*tensors[11:16]), LogisticModels(*tensors[16:])
-        return cls(*tensors[:3], by_class, tensors[5], kinds, combined, models)
+        temperature, weights, held, ordered, counts, unknown_odds, *others = tensors
+        kinds, combined, models = Survival(*others[:5]), Survival(*others[5:10]), LogisticModels(*others[10:])
+        return cls(temperature, weights, held, ClassCalibration(ordered, counts), unknown_odds, kinds, combined, models)
 
 
 def assess(
@@ -129,27 +129,23 @@ def _assess_rows(
     return assess_plainly(*rows, tensors)
 
 
-def assess_plainly(*arguments: Any) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator in plain torch; its last argument is the tensors of :class:`CalibrationTables`."""
-    *rows, tensors = arguments
-    return _assess_flat(*rows, PlainTables.of(CalibrationTables(*tensors)).tensors())
-
-
-def _assess_flat(
-    density: Tensor,
+def assess_plainly(
+    density: Float[Tensor, "B C"],
     near: list[Tensor],
     white: list[Tensor],
     mahalanobis: list[Tensor],
     logits: list[Tensor],
-    label: Tensor,
-    invalid: Tensor,
-    least: Tensor,
+    label: Int[Tensor, "B"],
+    invalid: Bool[Tensor, "B"],
+    least: Float[Tensor, "*B"],
     tensors: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The operator in plain torch, from the tensors of :class:`PlainTables`."""
+) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
+    """The operator in plain torch, from the tensors of :class:`CalibrationTables` or of :class:`PlainTables`."""
     *others, given = (part[0] if part else None for part in (near, white, mahalanobis, logits))
-    measured, plain = Measurements(density, *others), PlainTables.from_tensors(tensors)
-    return tuple(_assess_by_rows(measured, given, label, invalid, least, plain))
+    is_plain = len(tensors) > len(CalibrationTables._fields)
+    plain = PlainTables.from_tensors(tensors) if is_plain else PlainTables.of(CalibrationTables(*tensors))
+    columns, accept = _assess_by_rows(Measurements(density, *others), given, label, invalid, least, plain)
+    return columns, accept
 
 
 def _assess_by_rows(
@@ -219,4 +215,4 @@ _ARGUMENTS = (
     "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)"
 )
 _assess = torch_ops.operator(f"assess{_ARGUMENTS}", _assess_rows, _shapes)
-_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", _assess_flat, _shapes)
+_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", assess_plainly, _shapes)

@@ -279,13 +279,14 @@ def _best_together(
     closeness: Float[Tensor, "b N"], slots: Int[Tensor, "n"], columns: Int[Tensor, "C"], shapes: list[int]
 ) -> Int[Tensor, "b C"]:
     """Index of the closest point of every class, with one argmax for each group of classes."""
-    found, first = [], 0
-    for count, width in zip(shapes[::2], shapes[1::2], strict=True):
-        places = slots[first : first + count * width]
-        first += count * width
-        # A class is a run of points, and repeats its last point behind them, where argmax does not look.
-        found.append(closeness.index_select(1, places).view(-1, count, width).argmax(dim=2) + places[::width])
-    return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).index_select(1, columns)
+    counts, widths = shapes[::2], shapes[1::2]
+    groups = slots.split([count * width for count, width in zip(counts, widths, strict=True)])
+    # A class is a run of points, and repeats its last point behind them, where argmax does not look.
+    found = [
+        closeness.index_select(1, places).view(-1, count, width).argmax(dim=2) + places[::width]
+        for places, count, width in zip(groups, counts, widths, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1).index_select(1, columns)  # one group is in order
 
 
 def _class_nearest_shape(
