@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from sepc_torch.shapes import Bool, Float, Int
 
 # Largest number of values of a temporary for which a few operators on long lists replace many on short ones.
 _FEW_VALUES = 2**16
-# Relative difference of equal distances that says that no two are equal.
-NO_TIE = -1.0
 
 
 def _region_counts(
@@ -102,65 +99,30 @@ def _expanded_counts(
     greatest class count, a lower bound of the count in their union. Both bounds are exact if the points of the class in
     the expanded ellipsoids are nested sets.
     """
-    points = distance.shape[0]
+    out = torch.zeros(2, distance.shape[0], classes, dtype=torch.int64, device=distance.device)
     rows = wanted.nonzero().squeeze(1)
-    size = rows.shape[0]
-    if size == 0:
-        return torch.zeros(2, points, classes, dtype=torch.int64, device=distance.device)
-    if size * step_ids.shape[1] <= _FEW_VALUES and not tail_distances.shape[1]:
-        counts = _counts_by_maximum(grid_classes, grid_counts, step_distances, classes, surface)
-    else:
-        tables = grid_classes, grid_counts, step_ids, step_distances, tail_distances
-        size, counts = _counts_by_search(distance, *tables, classes, surface)
-    near = nearness if rows.shape[0] == points else nearness.index_select(0, rows)
-    least, nearest = near.min(dim=1, keepdim=True)
-    if rows.shape[0] == points <= size:
-        found = counts(nearest, distance.gather(1, nearest))
-        out = torch.stack([found, found])
-    else:
-        out = torch.zeros(2, points, classes, dtype=torch.int64, device=distance.device)
-        for k, row in zip(nearest.split(size), rows.split(size), strict=True):
-            out[:, row] = counts(k, distance[row, k.squeeze(1)].unsqueeze(1))
-    if tie == NO_TIE:
+    if rows.shape[0] == 0:
         return out
-    tied = near <= least * (1.0 + tie)
-    several = tied.sum(dim=1) > 1
-    if not bool(several.any()):
+    tables = grid_classes, grid_counts, step_ids, step_distances, tail_distances
+    near = nearness.index_select(0, rows)
+    least, nearest = near.min(dim=1)
+    out[:, rows] = counts_in_reach(nearest, distance[rows, nearest], *tables, classes, surface)
+    tied = near <= (least * (1.0 + tie)).unsqueeze(1)
+    several = (tied.sum(dim=1) > 1).nonzero().squeeze(1)
+    if several.shape[0] == 0:
         return out
-    several = several.nonzero().squeeze(1)
     out[0, rows[several]] = torch.iinfo(torch.int64).max
-    for pairs in tied[several].nonzero().split(size):
-        row, k = rows[several[pairs[:, 0]]], pairs[:, 1:]
-        found = counts(k, distance[row, k.squeeze(1)].unsqueeze(1))
-        for slot, how in ((0, "amin"), (1, "amax")):
-            out[slot].scatter_reduce_(0, row.unsqueeze(1).expand_as(found), found, how)
+    place, k = tied[several].nonzero().unbind(dim=1)
+    row = rows[several[place]]
+    found = counts_in_reach(k, distance[row, k], *tables, classes, surface)
+    for slot, how in ((0, "amin"), (1, "amax")):
+        out[slot].scatter_reduce_(0, row.unsqueeze(1).expand_as(found), found, how)
     return out
 
 
-def _counts_by_maximum(
-    grid_classes: Int[Tensor, "T"],
-    grid_counts: Int[Tensor, "T"],
-    step_distances: Float[Tensor, "K L"],
-    classes: int,
-    surface: float,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Function from ellipsoids (n, 1) and distances (n, 1) to class counts (n, C): the largest count within reach.
-
-    Every ellipsoid has a step for each count of the grid.
-    """
-    steps_of = grid_classes.long()
-
-    def counts(k: Int[Tensor, "n 1"], within: Float[Tensor, "n 1"]) -> Int[Tensor, "n C"]:
-        steps = as_dtype(step_distances.index_select(0, k.squeeze(1)), within.dtype)
-        reached = (steps <= within * (1.0 + surface)) * grid_counts
-        found = torch.zeros(k.shape[0], classes, dtype=torch.int64, device=k.device)
-        return found.scatter_reduce_(1, steps_of.expand_as(reached), as_dtype(reached, torch.int64), "amax")
-
-    return counts
-
-
-def _counts_by_search(
-    distance: Float[Tensor, "B K"],
+def counts_in_reach(
+    k: Int[Tensor, "n"],
+    reach: Float[Tensor, "n"],
     grid_classes: Int[Tensor, "T"],
     grid_counts: Int[Tensor, "T"],
     step_ids: Int[Tensor, "K L"],
@@ -168,22 +130,27 @@ def _counts_by_search(
     tail_distances: Float[Tensor, "K J"],
     classes: int,
     surface: float,
-) -> tuple[int, Callable[[Tensor, Tensor], Tensor]]:
-    """Largest n, and a function from ellipsoids (n, 1) and distances (n, 1) to class counts (n, C), by bisection."""
-    starts = torch.searchsorted(grid_classes, torch.arange(classes + 1, dtype=torch.int32, device=distance.device))
+) -> Int[Tensor, "n C"]:
+    """Class counts in ellipsoids k, each expanded to the distance ``reach``; reads values."""
+    within, levels = reach * (1.0 + surface), tail_distances.shape[1]
+    if k.shape[0] * step_ids.shape[1] <= _FEW_VALUES and not levels:
+        # Every ellipsoid has a step for each count of the grid: the largest count within reach.
+        steps = as_dtype(step_distances.index_select(0, k), within.dtype)
+        reached = (steps <= within.unsqueeze(1)) * grid_counts
+        found = torch.zeros(k.shape[0], classes, dtype=torch.int64, device=k.device)
+        return found.scatter_reduce_(1, grid_classes.long().expand_as(reached), as_dtype(reached, torch.int64), "amax")
+    starts = torch.searchsorted(grid_classes, torch.arange(classes + 1, dtype=torch.int32, device=k.device))
     longest = int(starts.diff().max())
     # A binary search needs about eight integers per class. With a tail, the int32 indices of the steps are copied too.
-    copied = step_ids.shape[1] // 2 if tail_distances.shape[1] else 0
-    size = torch_ops.rows_per_piece(starts, 8 * classes + copied)
-
-    def counts(k: Int[Tensor, "n 1"], within: Float[Tensor, "n 1"]) -> Int[Tensor, "n C"]:
-        k, within = k.squeeze(1), within.squeeze(1) * (1.0 + surface)
-        runs = starts.expand(k.shape[0], -1)
-        if tail_distances.shape[1]:  # the ellipsoids keep different steps
-            runs = torch.searchsorted(step_ids[k], runs.int().contiguous())
-        return counts_within(k, within, runs, longest, starts, grid_counts, step_distances, tail_distances)
-
-    return size, counts
+    size = torch_ops.rows_per_piece(starts, 8 * classes + (step_ids.shape[1] // 2 if levels else 0))
+    pieces = []
+    for some, distance in zip(k.split(size), within.split(size), strict=True):
+        runs = starts.expand(some.shape[0], -1)
+        if levels:  # the ellipsoids keep different steps
+            runs = torch.searchsorted(step_ids[some], runs.int().contiguous())
+        tables = grid_counts, step_distances, tail_distances
+        pieces.append(counts_within(some, distance, runs, longest, starts, *tables))
+    return torch.cat(pieces)
 
 
 def _expanded_counts_shape(distance: Tensor, *arguments: Any) -> Tensor:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model.counting import NO_TIE, expanded_counts, region_counts
+from sepc_torch.model.counting import counts_in_reach, expanded_counts, region_counts
 from sepc_torch.model.device_sync import all_finite, readable
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Bool, Float, Int
@@ -129,9 +129,15 @@ def resolve(
         tied = (nearness <= (least * (1.0 + NEAREST_TIE)).unsqueeze(1)).sum(dim=1)
         alone = tied == 1 if most == 0 else single | (outside & (tied == 1))
         settled = most <= 1 and bool(alone.all())
-        tie = NO_TIE if settled else NEAREST_TIE
-        expanded = expanded_counts(distance, nearness, outside, *training[6:11], classes, SURFACE_TOLERANCE, tie)
-        narrow, wide = expanded if most == 0 else torch.where(outside.unsqueeze(1), expanded, narrow)
+        tables = *training[6:11], classes, SURFACE_TOLERANCE
+        if settled and most == 0:
+            narrow = counts_in_reach(nearest, length, *tables)
+        elif settled:
+            rows = outside.nonzero().squeeze(1)
+            narrow = narrow.index_copy(0, rows, counts_in_reach(nearest[rows], length[rows], *tables))
+        else:
+            expanded = expanded_counts(distance, nearness, outside, *tables, NEAREST_TIE)
+            narrow, wide = torch.where(outside.unsqueeze(1), expanded, narrow)
     if most > 1:
         regions = region_counts(inside, *training[1:6], classes)
         several = (held_by > 1).unsqueeze(1)
