@@ -82,6 +82,7 @@ class RegionDensities(nn.Module):
         self.by_class = RegionTables(
             self.codes.argsort(stable=True).int(), starts.int(), self.log_weight.double(), self.freedom.double()
         )
+        self.power = (self.by_class.freedom + self.bank.dim) / 2
         self.wide = self.bank.origin.double(), self.bank.offsets.double(), self.bank.whiteners.double()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
@@ -101,38 +102,39 @@ class RegionDensities(nn.Module):
         origin, offsets, whiteners = self.wide
         points = torch_ops.relative(as_dtype(points, torch.float64), origin)
         distance = torch_ops.distances(points, offsets, whiteners)
-        tables = self.by_class.log_weight, self.by_class.freedom, self.codes
-        return _log_densities(distance, *tables, self.bank.dim, self.classes)
+        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
+        return _log_densities(distance, *tables, self.classes)
 
 
 def _class_log_densities(
     distance: Float[Tensor, "B K"],
     log_weight: Float[Tensor, "K"],
     freedom: Float[Tensor, "K"],
+    power: Float[Tensor, "K"],
     codes: Int[Tensor, "K"],
-    dim: int,
     classes: int,
 ) -> Float[Tensor, "B C"]:
     """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
-    log_weight, freedom = as_dtype(log_weight, torch.float64), as_dtype(freedom, torch.float64)
     rows = torch_ops.rows_per_piece(log_weight, 4 * codes.shape[0])
+    tables = log_weight, freedom, power, codes
     if distance.shape[0] <= rows:
-        return mixtures(as_dtype(distance, torch.float64), log_weight, freedom, codes, dim, classes)
-    return torch.cat(
-        [mixtures(piece.double(), log_weight, freedom, codes, dim, classes) for piece in distance.split(rows)]
-    )
+        return mixtures(distance, *tables, classes)
+    return torch.cat([mixtures(piece, *tables, classes) for piece in distance.split(rows)])
 
 
 def mixtures(
     distance: Float[Tensor, "B K"],
     log_weight: Float[Tensor, "K"],
     freedom: Float[Tensor, "K"],
+    power: Float[Tensor, "K"],
     codes: Int[Tensor, "K"],
-    dim: int,
     classes: int,
 ) -> Float[Tensor, "B C"]:
-    """Log densities of mixtures, from float64 distances to their regions."""
-    each = log_weight - (freedom + dim) / 2 * torch.log1p(distance.square() / freedom)
+    """Log densities of mixtures, from distances to their regions; all in float64.
+
+    ``power`` is half the sum of the degrees of freedom and the dimension.
+    """
+    each = log_weight - power * torch.log1p(distance.square() / freedom)
     count = distance.shape[0]  # torch.export would treat len(distance) as a constant
     codes = codes.expand(count, -1)
     # logsumexp over the regions of each class: subtract the class maximum first, or distant points underflow.
@@ -142,9 +144,10 @@ def mixtures(
 
 
 _log_densities = torch_ops.operator(
-    "log_densities(Tensor distance, Tensor log_weight, Tensor freedom, Tensor codes, int dim, int classes) -> Tensor",
+    "log_densities(Tensor distance, Tensor log_weight, Tensor freedom, Tensor power, Tensor codes, int classes) "
+    "-> Tensor",
     _class_log_densities,
-    lambda distance, log_weight, freedom, codes, dim, classes: distance.new_empty(
+    lambda distance, log_weight, freedom, power, codes, classes: distance.new_empty(
         distance.shape[0], classes, dtype=torch.float64
     ),
 )
