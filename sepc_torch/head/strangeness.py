@@ -174,7 +174,6 @@ def survival(ordered: Float[Tensor, "*K M"], constants: Float[Tensor, "*K 4"]) -
         torch.stack([torch.zeros_like(ordered), start.expand_as(ordered), excess.expand_as(ordered)]),
         torch.stack([ranks, ordered, torch.cat([ordered[..., 1:], ordered[..., -1:]], dim=-1) - ordered]),
     )
-    # Below the first score the rank is zero.
-    first = torch.tensor([0.0, 0.0, torch.inf], dtype=ordered.dtype, device=ordered.device)
-    first = first.reshape(3, *[1] * ordered.dim()).expand(3, *ordered.shape[:-1], 1)
+    zero = torch.zeros_like(start)
+    first = torch.stack([zero, zero, torch.full_like(start, torch.inf)])  # below the first score the rank is zero
     return Survival(ordered, torch.cat([first, inner], dim=-1), start, scale, share)
