@@ -170,3 +170,21 @@ assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize("setting", ["highest", "medium"])
+def test_overlapping_contexts_keep_full_precision(setting: str) -> None:
+    """Two threads inside at once: the one that leaves first does not end the other's full precision."""
+    z, before = torch.zeros(1), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        contexts = []
+        for _ in range(2):
+            contexts.append(torch_ops.full_precision(z))
+            contexts[-1].__enter__()
+        for context in contexts:
+            assert torch.get_float32_matmul_precision() == "highest"
+            context.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision(before)
