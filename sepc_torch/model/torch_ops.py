@@ -177,10 +177,17 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
     registered = _register(schema, function, shape)
 
     def call(*arguments: Any) -> T:
-        seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_function_stack()
-        return registered(*arguments) if seen else function(*arguments)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _observed(arguments[0]):
+            return registered(*arguments)
+        return function(*arguments)  # nothing would see the operator, which costs more
 
     return call
+
+
+def _observed(tensor: Tensor) -> bool:
+    """Whether a mode or a subclass of tensors, such as those of a trace, handles the operators that are called."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or type(tensor) is not Tensor
 
 
 def _register(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
