@@ -172,14 +172,14 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
         shape: Returns an empty tensor of the result's shape and dtype, for tracing without running ``function``.
 
     Returns:
-        The callable operator.
+        A function that calls the operator or, where neither gradients nor traces nor modes could tell, ``function``.
     """
     registered = _register(schema, function, shape)
 
     def call(*arguments: Any) -> T:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _observed(arguments[0]):
             return registered(*arguments)
-        return function(*arguments)  # nothing would see the operator, which costs more
+        return function(*arguments)  # which costs less
 
     return call
 
