@@ -16,7 +16,7 @@ A change is the AUROC of a variant minus that of the head on the same set of unk
 error is over sets. "Behind the best score" is defined as in the panel: the AUROC of the best single score, chosen in
 hindsight for each set, minus that of the variant.
 
-    SEPC_DATA=... python experiments/evidence_kinds.py --jobs 2        # about seven minutes
+    SEPC_DATA=... python experiments/evidence_kinds.py --jobs 2        # about nine minutes
 """
 
 from __future__ import annotations

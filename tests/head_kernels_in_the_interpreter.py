@@ -50,10 +50,18 @@ def check_search(rng: Rng) -> None:
         distance, index = torch.empty(rows, len(sizes)), torch.empty(rows, len(sizes), dtype=torch.int64)
         nearest_into(z, points, search_tables(points, ends), distance, index)
         apart = torch.cdist(z.double(), points.double())
+        largest = max(float(z.square().sum(dim=1).max()), float(points.square().sum(dim=1).max()))
         for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            least, where = apart[:, first:end].min(dim=1)
-            assert torch.allclose(distance[:, c].double(), least, rtol=1e-6, atol=1e-6)
-            assert torch.equal(index[:, c], where + first)
+            least = apart[:, first:end].amin(dim=1)
+            assert ((index[:, c] >= first) & (index[:, c] < end)).all()
+            found = apart.gather(1, index[:, c : c + 1]).squeeze(1)
+            assert torch.allclose(distance[:, c].double(), found, rtol=1e-6, atol=1e-6)
+            # The closeness has 21 bits.
+            assert (found.square() - least.square() <= 2.0**-19 * largest).all()
+    for size in (1e-25, 1.0, 1e15):
+        some, rows = size * points, size * torch.stack([0.0 * z[0], 1e-14 * z[0]])
+        nearest_into(rows, some, search_tables(some, ends), distance, index)
+        assert torch.allclose(distance[:, 0].double(), some.double().norm(dim=1).amin().expand(2), rtol=1e-6)
     z[1, 2] = torch.nan
     nearest_into(z, points, search_tables(points, ends), distance, index)
     assert distance[1].isnan().all()
@@ -145,7 +153,7 @@ def check_labels(rng: Rng) -> None:
         assert torch.equal(label[~missing], logits.argmax(dim=1)[~missing])
         assert ((label >= 0) & (label < classes)).all()
         numbers = torch.from_numpy(rng.normal(size=(2, 40))).float()
-        masked = mask_missing(numbers[0], numbers[1], label, missing)
+        masked = mask_missing(label, numbers[0], numbers[1], missing)
         assert torch.equal(masked[0], torch.where(missing, -1, label))
         assert torch.equal(masked[1], torch.where(missing, 0.0, numbers[0]))
         assert torch.equal(masked[2].nan_to_num(9.0), torch.where(missing, 9.0, numbers[1]))

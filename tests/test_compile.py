@@ -100,6 +100,21 @@ called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call
 assert "sepc_torch.judge_distances.default" in called, called
 """
 
+# Gradients of the network's margin, with a row that has no label.
+CHECKS["gradient"] = """
+scores = torch.from_numpy(rng.normal(size=(480, 3))).float()
+scores[3] = torch.nan
+head = TrustHead.fit(x, y, dim=3, nan_policy="flag")
+gradients = []
+for module in (head, torch.compile(head, fullgraph=True, backend="aot_eager")):
+    leaf = z.clone().requires_grad_()
+    margin = module(leaf, logits=scores).network_margin
+    margin[margin.isfinite()].sum().backward()
+    gradients.append(leaf.grad)
+assert gradients[0].abs().sum() > 0
+assert torch.allclose(*gradients)
+"""
+
 
 @pytest.mark.parametrize(
     "body",

@@ -83,15 +83,16 @@ class Neighbours(nn.Module):
     def _derive(self) -> None:
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise."""
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
-        self.far_apart = _far_apart(self.offsets)
+        dim = self.offsets.shape[1]
+        self.far_apart = _far_apart(self.offsets, dim**0.5)
         squares = self.offsets.double().square().sum(dim=1) / 2
         self.register_buffer("half_squares", squares if self.far_apart else squares.to(self.offsets), persistent=False)
         groups = _group(self.ends)
         self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
         self.shapes = groups.shapes
-        # The tables of the CUDA kernel, or none where it cannot run.
-        wanted = bool(self.ends) and not self.far_apart and possible(self.offsets)
+        # The tables of the CUDA kernel, or none where it cannot run. It drops three bits of the products.
+        wanted = bool(self.ends) and possible(self.offsets) and not _far_apart(self.offsets, max(dim**0.5, 8.0))
         self.tables = list(search_tables(self.offsets, self.ends)) if wanted else []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,12 +127,13 @@ class Neighbours(nn.Module):
         return moved
 
 
-def _far_apart(offsets: Float[Tensor, "N D"]) -> bool:
+def _far_apart(offsets: Float[Tensor, "N D"], rounding: float) -> bool:
     """Whether products in the dtype of the points lose the digits of the distance to the nearest point.
 
-    The rounding error of a squared distance is about eps * sqrt(D) times the largest squared length.
+    The error of a squared distance is about ``rounding`` times eps times the largest squared length; for products of D
+    features ``rounding`` is sqrt(D).
     """
-    count, dim = offsets.shape
+    count = len(offsets)
     if count < 2:
         return False
     points = offsets.double()
@@ -139,7 +141,7 @@ def _far_apart(offsets: Float[Tensor, "N D"]) -> bool:
     apart = torch.cdist(points[some], points)
     apart[torch.arange(len(some)), some] = torch.inf
     typical = apart.amin(dim=1).median().square()
-    error = torch.finfo(offsets.dtype).eps * dim**0.5 * points.square().sum(dim=1).amax()
+    error = torch.finfo(offsets.dtype).eps * rounding * points.square().sum(dim=1).amax()
     return bool(error > _MAX_ERROR * typical) and bool(typical > 0)
 
 

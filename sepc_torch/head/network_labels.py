@@ -12,6 +12,9 @@ from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.queries import rows_without_prediction
 from sepc_torch.shapes import Bool, Float, Int
 
+# Dtypes of logits for which there is a CUDA kernel.
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def network_labels(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"] | None]:
     """The class of the largest logit, and the rows whose logits define no class; None if it is known that all do.
@@ -34,7 +37,7 @@ def without_missing(given: Prediction, missing: Bool[Tensor, "B"]) -> Prediction
 
 
 def _largest(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"]]:
-    if logits.is_floating_point() and available(logits):
+    if logits.dtype in _KERNEL_DTYPES and available(logits):
         from sepc_torch.head.kernels.labels import largest_logits
 
         with on_device(logits):
@@ -50,7 +53,7 @@ def _mask(
         from sepc_torch.head.kernels.labels import mask_missing
 
         with on_device(label):
-            return mask_missing(trust, margin, label, missing)
+            return mask_missing(label, trust, margin, missing)
     return [
         torch.where(missing, -1, label),
         torch.where(missing, 0.0, trust),

@@ -163,9 +163,6 @@ T = TypeVar("T", Tensor, tuple[Tensor, Tensor], list[Tensor])
 def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
     """Register a function as the torch operator ``sepc_torch::<name in the schema>``.
 
-    Where no graph, gradient or torch function mode would see the operator, the function itself is called, which costs
-    less.
-
     Args:
         schema: Name and signature of the operator.
         function: The implementation.
@@ -187,7 +184,7 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
 def _observed(tensor: Tensor) -> bool:
     """Whether a mode or a subclass of tensors, such as those of a trace, handles the operators that are called."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return modes > 0 or type(tensor) is not Tensor
+    return modes > 0 or type(tensor) is not Tensor or torch.jit.is_tracing()
 
 
 def _register(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
@@ -212,10 +209,14 @@ def opaque(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> 
     OPAQUE[registered] = function
 
     def call(*arguments: Any) -> T:
-        hidden = torch.compiler.is_compiling() and not (torch.is_grad_enabled() and arguments[0].requires_grad)
+        hidden = torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _differentiable(arguments))
         return registered(*arguments) if hidden else function(*arguments)
 
     return call
+
+
+def _differentiable(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(given, Tensor) and given.requires_grad for given in arguments)
 
 
 # Points (B, D) relative to an origin (D,) of the same dtype.

@@ -1,4 +1,4 @@
-"""Label kernels: the network's labels from logits, and what belongs to rows without a label, in one launch each."""
+"""Label kernels: the network's labels from logits; label -1, trust 0 and margin NaN for rows without a label."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.model.kernels.launch import Launcher, aligned, jit
+from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit
 from sepc_torch.model.kernels.tables import power_of_two
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -67,14 +67,15 @@ def largest_logits(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool
     rows = _TILE // lanes
     if points:
         _launch_largest(
-            (-(-points // rows), 1, 1), (logits.dtype, aligned(logits)),
+            (-(-points // rows), 1, 1),
+            (logits.dtype, aligned(logits), *(int_kind(step)[2] for step in logits.stride())),
             (logits, label, missing, points, classes, *logits.stride()), (rows, lanes), num_warps=4,
         )  # fmt: skip
     return label, missing
 
 
 def mask_missing(
-    trust: Float[Tensor, "B"], margin: Float[Tensor, "B"], label: Int[Tensor, "B"], missing: Bool[Tensor, "B"]
+    label: Int[Tensor, "B"], trust: Float[Tensor, "B"], margin: Float[Tensor, "B"], missing: Bool[Tensor, "B"]
 ) -> list[Tensor]:
     """Label, trust and margin with -1, zero and NaN in the rows without a label."""
     given = tuple(part.contiguous() for part in (label, trust, margin, missing))

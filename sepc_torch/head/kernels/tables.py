@@ -39,10 +39,11 @@ class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 
     ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half``
-    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile. ``number`` (T n) holds
-    the number of every point, or of the first equal point of its class. ``chunks`` (Q + 1) holds the first tile of
-    every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the
-    number of its first part and a bound of the numbers, which increase by G. ``scale`` (1,) is a power of two.
+    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile, in units of ``scale``
+    squared. ``number`` (T n) holds the number of every point, or of the first equal point of its class. ``chunks``
+    (Q + 1) holds the first tile of every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges``
+    (C, 2) holds, for every class, the number of its first part and a bound of the numbers, which increase by G.
+    ``scale`` (1,) is a power of two.
     """
 
     high: Tensor
@@ -86,7 +87,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     index = torch.minimum(place, (last[owner] - 1).clamp_min(0)).flatten().to(points.device)
     exact = points.double()
     scale = power_of_two_above(exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny).reshape(1))
-    half = (exact.square().sum(dim=1)[index] / 2).view(place.shape)
+    half = ((exact / scale).square().sum(dim=1)[index] / 2).view(place.shape)
     numbers = torch.nn.functional.pad(exact * (TOP / scale), (0, padded - dim))[index]
     numbers = numbers.view(len(owner), size, padded).mT
     high = numbers.half()
@@ -116,7 +117,8 @@ def _first_equal(points: Float[Tensor, "N D"], ends: list[int]) -> Int[Tensor, "
     """
     number = torch.arange(len(points), device=points.device)
     code = torch.bucketize(number, torch.tensor(ends, device=points.device), right=True)
-    _, group = torch.unique(torch.cat([code.to(points).unsqueeze(1), points], dim=1), dim=0, return_inverse=True)
+    keys = torch.cat([code.double().unsqueeze(1), points.double()], dim=1)
+    _, group = torch.unique(keys, dim=0, return_inverse=True)
     return torch.full_like(number, len(points)).scatter_reduce(0, group, number, "amin")[group]
 
 
