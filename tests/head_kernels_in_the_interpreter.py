@@ -59,8 +59,8 @@ def check_search(rng: Rng) -> None:
             # The closeness has 21 bits.
             assert (found.square() - least.square() <= 2.0**-19 * largest).all()
     for size in (1e-25, 1.0, 1e15):
-        some, rows = size * points, size * torch.stack([0.0 * z[0], 1e-14 * z[0]])
-        nearest_into(rows, some, search_tables(some, ends), distance, index)
+        some, small = size * points, size * torch.stack([0.0 * z[0], 1e-14 * z[0]])
+        nearest_into(small, some, search_tables(some, ends), distance, index)
         assert torch.allclose(distance[:, 0].double(), some.double().norm(dim=1).amin().expand(2), rtol=1e-6)
     z[1, 2] = torch.nan
     nearest_into(z, points, search_tables(points, ends), distance, index)

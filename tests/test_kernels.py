@@ -119,6 +119,38 @@ def test_decision_kernels_compile_for_a_gpu(
 
 
 @needs_triton
+@pytest.mark.parametrize("many", [False, True])
+def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sepc_torch.head.kernels import assess, labels, search
+
+    rows = 128 if many else 4
+    flags = {"has_near": True, "has_logits": True, "has_energy": True}
+    sizes = {"kind_count": 5, "steps": 12, "held_steps": 13, "class_steps": 9, "fan": 1 if many else 5, "rows": rows}
+    tiles = {"block": 64, "blocks": 2 if many else 1, "size": 64, "beside": 4 if many else 1, "last": 7, "rows": 64}
+    integers = ("points", "classes", "most", "held_count", "class_width", "logit_stride", "least_stride", "row_stride",
+                "column_stride", "count", "per")  # fmt: skip
+    masks = "invalid", "missing", "accept"
+    half, single = ("high", "low", "tile_high", "tile_low"), ("near", "white", "logits", "factor", "half", "best")
+    for kernel, constants in (
+        (assess._assess, flags | sizes),
+        (labels._largest, {"rows": rows, "lanes": 16}),
+        (search._closest, tiles),
+    ):
+        types = dict.fromkeys(kernel.arg_names, "*fp64") | dict.fromkeys(("chunks", "place"), "*i32")
+        types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(
+            ("invalid", "missing", "accept"), "*i1"
+        )
+        for names, kind in ((integers, "i32"), (half, "*fp16"), (single, "*fp32"), (constants, "constexpr")):
+            types |= dict.fromkeys(names, kind)
+        types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
+        assert compiled.asm["cubin"]
+
+
+@needs_triton
 def test_a_compiled_variant_is_launched_again_only_for_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher compiles once per variant, constants and options, and launches on the current stream."""
     from sepc_torch.model.kernels import launch
@@ -126,6 +158,8 @@ def test_a_compiled_variant_is_launched_again_only_for_equal_keys(monkeypatch: p
     seen: list[tuple[object, ...]] = []
 
     class Kernel:
+        function, packed_metadata = "function", "metadata"
+
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -136,13 +170,17 @@ def test_a_compiled_variant_is_launched_again_only_for_equal_keys(monkeypatch: p
 
             return run
 
+        def run(self, *arguments: object) -> None:
+            seen.append((self.name, arguments))
+
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: ("stream of", device)))
     monkeypatch.setattr(launch, "_driver", lambda: streams)
     launcher = launch.Launcher(Kernel("source"))
     assert not launcher.direct
     x = torch.zeros(3)
-    for direct in (False, True):
-        launcher.direct = direct
+    for direct, without_hooks in ((False, True), (True, True), (True, False)):
+        launcher.direct, launcher.without_hooks = direct, without_hooks
+        launcher.compiled.clear()
         seen.clear()
         for variant, warps in (("a", 1), ("a", 1), ("b", 1), ("a", 2), ("a", 2)):
             launcher((5, 1, 1), variant, (x, 7), (64,), num_warps=warps)

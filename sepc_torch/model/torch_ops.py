@@ -184,7 +184,7 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
 def _observed(tensor: Tensor) -> bool:
     """Whether a mode or a subclass of tensors, such as those of a trace, handles the operators that are called."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return modes > 0 or type(tensor) is not Tensor or torch.jit.is_tracing()
+    return modes > 0 or type(tensor) is not Tensor or torch._C._get_tracing_state() is not None
 
 
 def _register(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:

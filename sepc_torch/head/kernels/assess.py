@@ -85,16 +85,15 @@ def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
     steps: tl.constexpr = (bits + fan - 1) // fan
     size = count + below
     for power in tl.static_range(steps):
-        stride: tl.constexpr = 1 << (fan * (steps - 1 - power))
         if fan == 1:
-            further = below + stride
+            further = below + (1 << (steps - 1 - power))
             value = tl.load(table + tl.minimum(further, size) - 1, mask=live & (size > 0), other=0.0)
             below = tl.where((further <= size) & (value < x), further, below)
         else:
-            further = below[:, None] + stride * tl.arange(0, 1 << fan)[None, :]
+            further = below[:, None] + (tl.arange(0, 1 << fan) << (fan * (steps - 1 - power)))[None, :]
             there = (further > below[:, None]) & (further <= size[:, None])
             value = tl.load(table[:, None] + further - 1, mask=there & live[:, None], other=float("inf"))
-            below += stride * tl.sum((there & (value < x[:, None])).to(tl.int32), axis=1)
+            below += tl.sum((there & (value < x[:, None])).to(tl.int32), axis=1) << (fan * (steps - 1 - power))
     return below
 
 
