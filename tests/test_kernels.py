@@ -140,9 +140,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         (search._closest, tiles),
     ):
         types = dict.fromkeys(kernel.arg_names, "*fp64") | dict.fromkeys(("chunks", "place"), "*i32")
-        types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(
-            ("invalid", "missing", "accept"), "*i1"
-        )
+        types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(masks, "*i1")
         for names, kind in ((integers, "i32"), (half, "*fp16"), (single, "*fp32"), (constants, "constexpr")):
             types |= dict.fromkeys(names, kind)
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}

@@ -174,7 +174,7 @@ def operator(schema: str, function: Callable[..., T], shape: Callable[..., T]) -
     registered = _register(schema, function, shape)
 
     def call(*arguments: Any) -> T:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or _observed(arguments[0]):
+        if torch.compiler.is_compiling() or _observed(arguments[0]) or _differentiable(arguments):
             return registered(*arguments)
         return function(*arguments)  # which costs less
 
@@ -185,6 +185,11 @@ def _observed(tensor: Tensor) -> bool:
     """Whether a mode or a subclass of tensors, such as those of a trace, handles the operators that are called."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     return modes > 0 or type(tensor) is not Tensor or torch._C._get_tracing_state() is not None
+
+
+def _differentiable(arguments: tuple[Any, ...]) -> bool:
+    """Whether gradients of an argument are wanted; tensors in lists never have any."""
+    return torch.is_grad_enabled() and any(isinstance(given, Tensor) and given.requires_grad for given in arguments)
 
 
 def _register(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> Callable[..., T]:
@@ -209,14 +214,10 @@ def opaque(schema: str, function: Callable[..., T], shape: Callable[..., T]) -> 
     OPAQUE[registered] = function
 
     def call(*arguments: Any) -> T:
-        hidden = torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _differentiable(arguments))
+        hidden = torch.compiler.is_compiling() and not _differentiable(arguments)
         return registered(*arguments) if hidden else function(*arguments)
 
     return call
-
-
-def _differentiable(arguments: tuple[Any, ...]) -> bool:
-    return any(isinstance(given, Tensor) and given.requires_grad for given in arguments)
 
 
 # Points (B, D) relative to an origin (D,) of the same dtype.
