@@ -46,7 +46,7 @@ def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
     points[twin] = points[0]
     z = torch.from_numpy(rng.normal(size=(17_000, dim))).float().cuda()
     near = Neighbours(points, codes).cuda()
-    z[0], z[1], z[2] = near.points[-1], 0.0, near.points[0]
+    z[0], z[1], z[2], z[3] = near.points[-1], 0.0, near.points[0], near.origin
     assert near.tables or dim == 3  # in few dimensions neighbours can be too near for the kernel's 21 bits
     distance, index = near.nearest(z)
     assert int(index[2, 0]) == 0
