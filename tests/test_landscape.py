@@ -157,7 +157,7 @@ def test_a_new_partition_gives_small_disjuncts_their_own_ellipsoids(planted: tup
     assert len(small_disjuncts(part, everything, labels)) == 1
     again = partition(everything, labels)
     theirs = [e for e in again.ellipsoids if e.label == "a storm" and e.contains(cluster).any()]
-    assert all(e.purity > 0.5 for e in theirs)
+    assert all(e.purity > 0.5 for e in theirs if e.kind is not Kind.TERMINAL)  # terminal ones may hold any points
     assert np.any([e.contains(cluster) for e in theirs], axis=0).all()
     assert small_disjuncts(again, everything, labels) == ()
 
