@@ -19,10 +19,11 @@ from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.labels import largest_logits, mask_missing
 from sepc_torch.head.kernels.mixtures import log_densities
 from sepc_torch.head.kernels.search import nearest_into
-from sepc_torch.head.kernels.tables import Affine, GaussianTables, linear_tables, search_tables
+from sepc_torch.head.kernels.tables import Affine, GaussianTables, OpenTables, linear_tables, search_tables
 from sepc_torch.head.projection import fit_projection
 from sepc_torch.head.shared_gaussian import SharedGaussian
 from sepc_torch.model.kernels import split
+from sepc_torch.model.kernels.tables import upper_triangular
 from sepc_torch.model.queries import rows_without_prediction
 
 Rng = np.random.Generator
@@ -133,12 +134,47 @@ def check_assess(rng: Rng) -> None:
         invalid = torch.tensor([False] * 6 + [True])
         for labels, given in ((head.calibration.network, [logits.float()]), (head.calibration.own, [])):
             for least in (torch.tensor(0.3).double(), torch.linspace(0.0, 1.0, 7).double()):
-                near, white, mahalanobis = ([] if part is None else [part] for part in measured[1:])
-                rows = measured.density, near, white, mahalanobis, given, label, invalid, least
-                columns, accept = assess_on_cuda(*rows, labels.tables())
-                expected, accepted = assess.assess_plainly(*rows, list(labels.tables()))
+                near, white, mahalanobis = ([] if part is None else [part] for part in measured[1:-1])
+                rows = near, white, mahalanobis, given, label, invalid, least
+                assert labels.plain is not None
+                expected, accepted = assess.assess_plainly(measured.density, *rows, labels.plain.tensors())
+                columns, accept = assess_on_cuda(measured.density, *rows, labels.tables())
                 assert torch.allclose(columns, expected, rtol=1e-11, atol=1e-12, equal_nan=True), columns - expected
                 assert torch.equal(accept, accepted)
+
+
+def check_open_rows(rng: Rng) -> None:
+    """Rows whose ranks the error of the densities could change are assessed with densities in float64."""
+    head, _, _ = head_of(rng)
+    assert head.evidence is not None
+    assert head.calibration is not None
+    z = torch.from_numpy(rng.normal(size=(100, 5)) * 2.0).float()
+    z[7, 0] = torch.nan
+    densities, labels = head.evidence.densities, head.calibration.own
+    assert labels.plain is not None
+    polar = head.evidence.polar(z).float()
+    exact = head.evidence.measure(z)._replace(density=densities(polar))
+    opened = []
+    for error in (1e-4, 0.1):
+        accuracy = torch.stack([torch.tensor(error).double(), densities.accuracy[1]])
+        origin, offsets, whiteners = densities.wide
+        regions = origin, offsets, upper_triangular(whiteners), *densities.by_class
+        tables = OpenTables(polar, *regions, accuracy)
+        bound = error * (accuracy[1] - exact.density)
+        density = exact.density + bound * torch.from_numpy(rng.uniform(-0.9, 0.9, size=bound.shape))
+        near, white, mahalanobis = ([] if part is None else [part] for part in exact[1:-1])
+        label, least = torch.arange(100) % 3, torch.tensor(0.3).double()
+        logits: list[torch.Tensor] = []
+        rows = near, white, mahalanobis, logits, label, z.isnan().any(dim=1), least
+        given = density.clone()
+        columns, _ = assess_on_cuda(density, *rows, labels.tables(), tables)
+        expected, _ = assess.assess_plainly(exact.density, *rows, labels.plain.tensors())
+        again = (density != given).any(dim=1) & ~z.isnan().any(dim=1)
+        assert torch.allclose(density[again], exact.density[again], rtol=1e-12, atol=1e-12)
+        assert torch.equal(columns[1:3].nan_to_num(9.0), expected[1:3].nan_to_num(9.0))
+        assert torch.allclose(columns[:, again], expected[:, again], rtol=1e-11, atol=1e-12)
+        opened.append(int(again.sum()))
+    assert opened[0] < 20 < opened[1] <= 99
 
 
 def check_labels(rng: Rng) -> None:
@@ -163,6 +199,6 @@ if __name__ == "__main__":
     count_by_tensors()
     generator = np.random.default_rng(int(sys.argv[1]))
     with torch.no_grad():
-        for check in (check_search, check_coordinates, check_densities, check_assess, check_labels):
+        for check in (check_search, check_coordinates, check_densities, check_assess, check_open_rows, check_labels):
             check(generator)
     sys.stdout.write("right\n")

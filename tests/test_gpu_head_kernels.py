@@ -93,10 +93,9 @@ def test_kernels_equal_plain_torch(
         with monkeypatch.context() as patch:
             patch.setattr(assess, "available", lambda _: False)
             expected = plain(z, logits=given)
-        same(out, expected, ("label", "rule", "trust", "nearest", "network_label"))
-        # The kernel's distances have the accuracy of float32, so a p-value may be off by one ranked point in 10^4 rows.
-        for name in ("p_value", "class_p_value", "accept"):
-            assert int((getattr(out, name) != getattr(expected, name)).nan_to_num(0).sum()) <= 20, name
+        # The kernel's densities have the accuracy of float32, except where that could change one of these.
+        exact = "p_value", "class_p_value", "accept"
+        same(out, expected, ("label", "rule", "trust", "nearest", "network_label", *exact))
         assert torch.allclose(out.confidence, expected.confidence, atol=1e-4)
         # The typicality in the joint score is interpolated between ranks: a part of a rank among 250 points, where two
         # of them are close to each other.

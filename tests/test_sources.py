@@ -96,7 +96,7 @@ def test_a_loader_that_shuffles(rng: Rng) -> None:
     assert torch.equal(head(z).label, expected(z).label)
     assert head.evidence is not None
     assert expected.evidence is not None
-    for a, b in zip(head.evidence.measure(z), expected.evidence.measure(z), strict=True):
+    for a, b in zip(head.evidence.measure(z)[:-1], expected.evidence.measure(z)[:-1], strict=True):
         assert a is not None
         assert b is not None
         assert torch.allclose(a, b, atol=1e-3)

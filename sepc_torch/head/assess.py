@@ -14,7 +14,7 @@ All arithmetic is in float64. ``torch.compile`` sees one operator, so compiled r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, Calibratio
 from sepc_torch.head.confidence import LogisticModels, confidences, logistic_models
 from sepc_torch.head.conformal import ClassCalibration, class_share_above, share_above
 from sepc_torch.head.evidence import Measurements, support_columns
+from sepc_torch.head.kernels.tables import OpenTables
 from sepc_torch.head.strangeness import Survival, combined_score, finite_scores, survival
 from sepc_torch.model import torch_ops
 from sepc_torch.model.device_sync import readable
@@ -101,32 +102,31 @@ def assess(
         The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
         and are not accepted.
     """
-    density, *others = measured
+    density, *others, regions = measured
     given = logits.detach() if logits is not None and logits.requires_grad else logits
     if not density.is_cuda and not torch.compiler.is_compiling():
         return _assess_by_rows(measured, given, label, invalid, least, plain)
     near, white, mahalanobis, scores = ([] if part is None else [part] for part in (*others, given))
     rows = density, near, white, mahalanobis, scores, label, invalid, least
-    return Assessed(*(_assess(*rows, list(tables)) if density.is_cuda else _assess_plain(*rows, plain.tensors())))
+    if density.is_cuda:
+        return Assessed(*_assess(*rows, list(tables), regions))
+    return Assessed(*_assess_plain(*rows, plain.tensors()))
 
 
-def _assess_rows(
-    density: Tensor,
-    near: list[Tensor],
-    white: list[Tensor],
-    mahalanobis: list[Tensor],
-    logits: list[Tensor],
-    label: Tensor,
-    invalid: Tensor,
-    least: Tensor,
-    tensors: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    rows = density, near, white, mahalanobis, logits, label, invalid, least
-    if available(density):
+def _assess_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
+    rows, tables, regions = arguments[:-2], arguments[-2], arguments[-1]
+    if available(rows[0]):
         from sepc_torch.head.kernels.assess import assess_on_cuda
 
-        return assess_on_cuda(*rows, CalibrationTables(*tensors))
-    return assess_plainly(*rows, tensors)
+        given = *rows, CalibrationTables(*tables), OpenTables(*regions) if regions else None
+        return assess_on_cuda(*given)
+    return assess_without_kernels(*arguments)
+
+
+def assess_without_kernels(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator of CUDA devices in plain torch."""
+    given = *arguments[:-2], PlainTables.of(CalibrationTables(*arguments[-2])).tensors()
+    return assess_plainly(*given)
 
 
 def assess_plainly(
@@ -138,13 +138,12 @@ def assess_plainly(
     label: Int[Tensor, "B"],
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
-    tensors: list[Tensor],
+    plain: list[Tensor],
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator in plain torch, from the tensors of :class:`CalibrationTables` or of :class:`PlainTables`."""
-    *others, given = (part[0] if part else None for part in (near, white, mahalanobis, logits))
-    is_plain = len(tensors) > len(CalibrationTables._fields)
-    plain = PlainTables.from_tensors(tensors) if is_plain else PlainTables.of(CalibrationTables(*tensors))
-    columns, accept = _assess_by_rows(Measurements(density, *others), given, label, invalid, least, plain)
+    """The operator in plain torch, from the tensors of :class:`PlainTables`."""
+    near_points, near_white, squares, given = (part[0] if part else None for part in (near, white, mahalanobis, logits))
+    measured = Measurements(density, near_points, near_white, squares, [])
+    columns, accept = _assess_by_rows(measured, given, label, invalid, least, PlainTables.from_tensors(plain))
     return columns, accept
 
 
@@ -211,8 +210,10 @@ def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
 
 
 _ARGUMENTS = (
-    "(Tensor density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, "
-    "Tensor invalid, Tensor least, Tensor[] tables) -> (Tensor, Tensor)"
+    "density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, Tensor invalid, "
+    "Tensor least, Tensor[] tables"
 )
-_assess = torch_ops.operator(f"assess{_ARGUMENTS}", _assess_rows, _shapes)
-_assess_plain = torch_ops.opaque(f"assess_plainly{_ARGUMENTS}", assess_plainly, _shapes)
+_RESULTS = "(Tensor, Tensor)"
+# The kernel replaces the densities of open rows.
+_assess = torch_ops.operator(f"assess(Tensor(a!) {_ARGUMENTS}, Tensor[] regions) -> {_RESULTS}", _assess_rows, _shapes)
+_assess_plain = torch_ops.opaque(f"assess_plainly(Tensor {_ARGUMENTS}) -> {_RESULTS}", assess_plainly, _shapes)

@@ -12,15 +12,12 @@ from torch import Tensor
 from sepc_torch.head.kernels.tables import GaussianTables, LinearTables
 from sepc_torch.model import torch_ops
 from sepc_torch.model.kernels import possible
-from sepc_torch.model.kernels.launch import on_device, triton_version
-
-# Older versions have no products in float64.
-_OLDEST_TRITON = (3, 5)
+from sepc_torch.model.kernels.launch import has_float64_products, on_device
 
 
 def supported(like: Tensor) -> bool:
     """Whether the operator can run on the device and in the dtype of a tensor."""
-    return possible(like) and triton_version() >= _OLDEST_TRITON
+    return possible(like) and has_float64_products()
 
 
 def _launch(z: Tensor, tables: list[Tensor], widths: list[int], gaussian: list[Tensor]) -> list[Tensor]:

@@ -29,7 +29,8 @@ from sepc_torch.head.moments import Moments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.kernels import Split
-from sepc_torch.model.kernels.launch import on_device
+from sepc_torch.model.kernels.launch import has_float64_products, on_device
+from sepc_torch.model.kernels.tables import upper_triangular
 from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Float, Int
 
@@ -37,6 +38,9 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
+# Bound of the relative error of a distance of the CUDA kernel: about eight times the usual error, and twice the largest
+# one of 10^5 points of five heads.
+_DISTANCE_ERROR = 2.0**-20
 
 
 class ClassSpread(NamedTuple):
@@ -83,7 +87,12 @@ class RegionDensities(nn.Module):
             self.codes.argsort(stable=True).int(), starts.int(), self.log_weight.double(), self.freedom.double()
         )
         self.power = (self.by_class.freedom + self.bank.dim) / 2
-        self.wide = self.bank.origin.double(), self.bank.offsets.double(), self.bank.whiteners.double()
+        whiteners = self.bank.whiteners.double()
+        if self.bank.prepared is not None:  # CUDA kernels take half of the matrix
+            whiteners = upper_triangular(whiteners)
+        self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
+        most = self.by_class.log_weight.amax() + math.log(len(self.codes))
+        self.accuracy = torch.stack([torch.full_like(most, 2.0 * _DISTANCE_ERROR), most])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -92,18 +101,28 @@ class RegionDensities(nn.Module):
         return moved
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
-        """Return the log density of each point under each class, in float64.
+        """Return the log density of each point under each class, in float64."""
+        return self.with_tables(points)[0]
 
-        Without a CUDA kernel the distances are in float64 too: in float32 the last digits would depend on the batch.
+    def with_tables(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
+        r"""Log densities and, where they come from a CUDA kernel, tables to compute those of single rows again.
+
+        The kernel's distances have the accuracy of float32. A relative error e of :math:`d_k` changes
+        :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
+        :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
+        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`.
+
+        Elsewhere the distances are in float64: in float32 the last digits would depend on the batch.
         """
         if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
             regions = list(self.by_class)
-            return _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
+            found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
+            return found, [narrow, *self.wide, *regions, self.accuracy] if has_float64_products() else []
         origin, offsets, whiteners = self.wide
         points = torch_ops.relative(as_dtype(points, torch.float64), origin)
         distance = torch_ops.distances(points, offsets, whiteners)
         tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
-        return _log_densities(distance, *tables, self.classes)
+        return _log_densities(distance, *tables, self.classes), []
 
 
 def _class_log_densities(

@@ -64,12 +64,14 @@ class Measurements(NamedTuple):
         near: Distances to the nearest reference point of every class; None without reference points.
         white: Distances to the nearest reference point in whitened coordinates; None without reference points.
         mahalanobis: Squared Mahalanobis distances; None in heads of file formats 1 to 3.
+        regions: Tables to compute the densities of single rows again in float64; empty if they are exact.
     """
 
     density: Float[Tensor, "B C"]
     near: Float[Tensor, "B C"] | None
     white: Float[Tensor, "B"] | None
     mahalanobis: Float[Tensor, "B"] | None
+    regions: list[Tensor]
 
     @property
     def nonconformity(self) -> Float[Tensor, "B S"]:
@@ -205,12 +207,11 @@ class Evidence(nn.Module):
             polar, square = self.polar.with_square(z)
             white = self.white(z) if self.reference_points.ends else None
             mahalanobis = None if self.gaussian is None else self.gaussian(polar, square)
-        density = self.densities(polar)
-        if white is None:
-            return Measurements(density, None, None, mahalanobis)
-        return Measurements(
-            density, self.reference_points(z), self.white_reference_points(white).squeeze(1), mahalanobis
-        )
+        density, regions = self.densities.with_tables(polar)
+        near = None
+        if white is not None:
+            near, white = self.reference_points(z), self.white_reference_points(white).squeeze(1)
+        return Measurements(density, near, white, mahalanobis, regions)
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for labels, given as indices into the classes."""

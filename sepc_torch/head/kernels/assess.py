@@ -1,7 +1,11 @@
-"""Kernel of the calibrated values of labels: the operator of :mod:`sepc_torch.head.assess` in one launch.
+"""Kernel of the calibrated values of labels: the operator of :mod:`sepc_torch.head.assess`.
 
 A program takes a block of rows. Sorted calibration scores are searched by bisection. All arithmetic is in float64;
 constants come in tensors, since the compiler may take the numbers of a kernel's source for float32.
+
+Densities from the distance kernel have the accuracy of float32. A row is *open* if their error could change its
+p-values or whether it is accepted. The first launch lists the open rows; their densities are computed again in float64
+(:mod:`sepc_torch.head.kernels.mixtures`), and a second launch assesses them again.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
 from sepc_torch.head.evidence import MAX_LOG_RATIO, MAX_SOFTMAX, ROUNDING
+from sepc_torch.head.kernels.mixtures import exact_log_densities
+from sepc_torch.head.kernels.tables import OpenTables
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on_device
 from sepc_torch.shapes import Bool, Float, Int
@@ -22,8 +28,10 @@ from sepc_torch.shapes import Bool, Float, Int
 _FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
 # Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
 _FAN = 5
+# A row is open if its joint score is as close to the threshold as this share of its distance to the largest score.
+_OPEN_SHARE = 2.0**-10
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
-            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING)  # fmt: skip
+            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, _OPEN_SHARE)  # fmt: skip
 
 
 @jit
@@ -99,7 +107,10 @@ def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
 
 @jit
 def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr, fan: tl.constexpr):
-    """The function of :func:`sepc_torch.head.strangeness.log_survival_from`."""
+    """The function of :func:`sepc_torch.head.strangeness.log_survival`, minus its slope, and where the slope holds.
+
+    The last result is the distance to the nearest value at which the slope changes.
+    """
     start, excess = tl.load(constants), tl.load(constants + 1)
     scale, share = tl.load(constants + 2), tl.load(constants + 3)
     finite = (x == x) & (tl.abs(x) < float("inf"))
@@ -113,7 +124,18 @@ def _log_survival(table, constants, x, live, resolution, deepest, count, steps: 
     rank = tl.where(above > 0, (above - 1).to(tl.float64) + fraction, 0.0)
     inside = tl.log((count + 1 - rank) / (count + 1).to(tl.float64))
     outside = share - (x - start) / excess
-    return tl.maximum(tl.where(x > start, outside, inside), -deepest)
+    slope = tl.where(above > 0, 1.0 / ((upper - lower) * (count + 1 - rank)), 0.0)
+    room = tl.minimum(upper - searched, tl.where(above > 0, searched - lower, float("inf")))
+    value = tl.maximum(tl.where(x > start, outside, inside), -deepest)
+    return value, tl.where(x > start, 1.0 / excess, slope), tl.where(x > start, x - start, room)
+
+
+@jit
+def _beside_a_rank(table, count, below, x, error, live):
+    """Whether x is as close to one of its neighbours in sorted lists as its error."""
+    before = tl.load(table + tl.maximum(below - 1, 0), mask=live & (below > 0), other=float("-inf"))
+    after = tl.load(table + tl.minimum(below, count - 1), mask=live & (below < count), other=float("inf"))
+    return (x - before <= error) | (after - x <= error)
 
 
 @jit
@@ -145,14 +167,20 @@ def _logistic(softmax, regions, neighbours, model, has_softmax: tl.constexpr, ha
 def _assess(
     density, near, white, mahalanobis, logits, label, invalid, least,
     temperature, confidence, ranking, weights, tails, ordered, combined, held, by_class, class_counts, unknown_odds,
-    numbers, columns, accept,
+    numbers, columns, accept, open_rows, open_count, accuracy,
     points, classes, most, held_count, class_width, logit_stride, least_stride,
     has_near: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
     kind_count: tl.constexpr, steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr,
-    fan: tl.constexpr, rows: tl.constexpr,
+    fan: tl.constexpr, rows: tl.constexpr, find_open: tl.constexpr, only_open: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
+    if only_open:
+        number = tl.load(open_count)
+        if tl.program_id(0) * rows >= number:
+            return
+        live = row < number
+        row = tl.load(open_rows + row, mask=live, other=0)
     given = tl.load(label + row, mask=live, other=0).to(tl.int32)
     index = tl.maximum(given, 0)
     bound, most_softmax, most_ratio = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -188,6 +216,9 @@ def _assess(
     score = regions * 0.0
     score = tl.where(score == score, score, 0.0)
     beyond = score
+    # How far the score may be off, and where it is not known.
+    error = score
+    is_open = refused & ~refused
     for j in tl.static_range(kind_count):
         # The kinds of evidence.Evidence.kinds, in this order.
         if has_energy and j == kind_count - 1:
@@ -203,27 +234,49 @@ def _assess(
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
-        surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan)
-        score += tl.load(weights + j) * tl.minimum(surprise, end)
+        log_share, slope, room = _log_survival(
+            ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan
+        )
+        surprise, weight = -log_share, tl.load(weights + j)
+        score += weight * tl.minimum(surprise, end)
         beyond += tl.maximum(surprise - end, 0.0)
+        if find_open and j == 0:
+            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
+            is_open = ~(width < room)
+            error = width * slope * tl.maximum(weight, 1.0)
     score += beyond
-    typicality = _log_survival(combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan)
+    typicality, _, _ = _log_survival(
+        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan
+    )
     lower = score - unit * (1.0 + tl.abs(score))
     below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
+    if find_open:
+        is_open = is_open | _beside_a_rank(held, held_count, below, lower, error, live)
     p_value = (held_count + 1 - below).to(tl.float64) / (held_count + 1).to(tl.float64)
     number = tl.load(class_counts + index, mask=live, other=0).to(tl.int32)
-    below = _below(by_class + index.to(tl.int64) * class_width, class_width + index * 0, lower, live, class_steps, fan)
+    table = by_class + index.to(tl.int64) * class_width
+    below = _below(table, class_width + index * 0, lower, live, class_steps, fan)
+    if find_open:
+        is_open = is_open | _beside_a_rank(table, class_width, below, lower, error, live)
     p_class = (1 + tl.maximum(number - below, 0)).to(tl.float64) / (number + 1).to(tl.float64)
     known = 1.0 / (1.0 + tl.exp(tl.log(tl.load(unknown_odds)) - typicality))
-    joint = _logistic(softmax, regions, neighbours, ranking, has_logits, has_near) * known
+    ranked = _logistic(softmax, regions, neighbours, ranking, has_logits, has_near)
+    joint = ranked * known
     sure = _logistic(softmax, regions, neighbours, confidence, has_logits, has_near)
     tl.store(columns + row, tl.where(refused, 0.0, sure), mask=live)
     tl.store(columns + points + row, p_value, mask=live)
     tl.store(columns + 2 * points + row, tl.where(refused & ~bad, float("nan"), p_class), mask=live)
     tl.store(columns + 3 * points + row, score, mask=live)
     tl.store(columns + 4 * points + row, tl.where(refused, 0.0, joint), mask=live)
-    enough = joint >= tl.load(least + row * least_stride, mask=live, other=0.0)
-    tl.store(accept + row, enough & ~refused, mask=live)
+    threshold = tl.load(least + row * least_stride, mask=live, other=0.0)
+    tl.store(accept + row, (joint >= threshold) & ~refused, mask=live)
+    if find_open:
+        share = tl.load(numbers + 9)
+        is_open = is_open | (tl.abs(joint - threshold) <= share * joint * (2.0 - ranked - known))
+        is_open = is_open & live & ~refused
+        one_each = is_open.to(tl.int32)
+        place = tl.atomic_add(open_count, tl.sum(one_each)) + tl.cumsum(one_each) - one_each
+        tl.store(open_rows + place, row, mask=is_open)
 
 
 _launch = Launcher(_assess)
@@ -240,8 +293,12 @@ def assess_on_cuda(
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
     tables: CalibrationTables,
+    regions: OpenTables | None = None,
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator of :mod:`sepc_torch.head.assess`."""
+    """The operator of :mod:`sepc_torch.head.assess`.
+
+    With ``regions`` the densities are accurate to float32, and those of open rows are replaced in ``density``.
+    """
     points, classes = density.shape
     columns = torch.empty(5, points, dtype=torch.float64, device=density.device)
     accept = torch.empty(points, dtype=torch.bool, device=density.device)
@@ -262,7 +319,10 @@ def assess_on_cuda(
     given_kinds = 1 + 2 * len(near) + len(mahalanobis)
     rows = _FEW_ROWS if points < _MANY else _MANY_ROWS
     least_stride = 1 if least.dim() else 0
-    with on_device(density):
+    open_count = class_counts if regions is None else torch.zeros(1, dtype=torch.int32, device=density.device)
+    open_rows = class_counts if regions is None else torch.empty(points, dtype=torch.int32, device=density.device)
+
+    def launch(find_open: bool, only_open: bool) -> None:
         _launch(
             (-(-points // rows), 1, 1),
             (distances.dtype, whitened.dtype, scores.dtype, label.dtype, class_counts.dtype, int_kind(classes),
@@ -271,11 +331,18 @@ def assess_on_cuda(
             (density, distances, whitened, gaussian, scores,
              label.contiguous(), invalid.contiguous(), least.contiguous(),
              *floats, class_counts, unknown_odds, _numbers[density.device], columns, accept,
+             open_rows, open_count, density if regions is None else regions.accuracy,
              points, classes, most, tables.held.shape[0], tables.by_class.shape[1], scores.stride(0),
              least_stride),
             (bool(near), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
              most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(),
-             _FAN if rows == _FEW_ROWS else 1, rows),
+             _FAN if rows == _FEW_ROWS else 1, rows, find_open, only_open),
             num_warps=1 if rows == _FEW_ROWS else 4,
         )  # fmt: skip
+
+    with on_device(density):
+        launch(regions is not None, False)
+        if regions is not None:
+            exact_log_densities(density, open_rows, open_count, regions)
+            launch(False, True)
     return columns, accept

@@ -35,6 +35,25 @@ class RegionTables(NamedTuple):
     freedom: Float[Tensor, "K"]
 
 
+class OpenTables(NamedTuple):
+    """Points (B, R) in float32 and the regions in float64, for densities of open rows.
+
+    ``whiteners`` are upper triangular.
+    ``accuracy`` holds a factor a and a log density b: a log density l of the distance kernel is off by less than
+    a (b - l).
+    """
+
+    points: Float[Tensor, "B R"]
+    origin: Float[Tensor, "R"]
+    offsets: Float[Tensor, "K R"]
+    whiteners: Float[Tensor, "K R R"]
+    order: Int[Tensor, "K"]
+    starts: Int[Tensor, "C"]
+    log_weight: Float[Tensor, "K"]
+    freedom: Float[Tensor, "K"]
+    accuracy: Float[Tensor, "2"]
+
+
 class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 # The kernels were compiled with Triton 3.3 to 3.6. From 3.3 on, a compiled kernel takes its constants as arguments.
 _OLDEST_TRITON = (3, 3)
+# The oldest version with products of matrices in float64.
+_OLDEST_WITH_FLOAT64 = (3, 5)
 # The newest version whose compiled kernels are known to take the arguments of a launch as in Launcher.
 _NEWEST_TRITON = (3, 6)
 
@@ -40,6 +42,11 @@ def triton_version() -> tuple[int, int]:
     import triton
 
     return version_of(triton.__version__)
+
+
+def has_float64_products() -> bool:
+    """Whether kernels can multiply matrices in float64."""
+    return triton_version() >= _OLDEST_WITH_FLOAT64
 
 
 def version_of(text: str) -> tuple[int, int]:

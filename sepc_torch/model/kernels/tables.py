@@ -70,14 +70,24 @@ def power_of_two_above(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
+def upper_triangular(whiteners: Float[Tensor, "K D D"]) -> Float[Tensor, "K D D"]:
+    """Upper triangular whiteners of the same ellipsoids.
+
+    >>> upper_triangular(torch.tensor([[[3.0, 0.0], [4.0, 1.0]]])).abs()
+    tensor([[[5.0000, 0.8000],
+             [0.0000, 0.6000]]])
+    """
+    if bool(whiteners.tril(-1).count_nonzero()):
+        whiteners = torch.linalg.qr(whiteners, mode="r")[1]
+    return whiteners.contiguous()
+
+
 def split(centers: Float[Tensor, "K D"], whiteners: Float[Tensor, "K D D"]) -> Split:
     """Split the ellipsoids of a bank, in float64; runs once, whenever the ellipsoids change."""
     dim = centers.shape[1]
     block = block_size(dim)
     padded = -(-dim // block) * block
-    c, w = centers.double(), whiteners.double()
-    if bool(w.tril(-1).count_nonzero()):
-        w = torch.linalg.qr(w, mode="r")[1]
+    c, w = centers.double(), upper_triangular(whiteners.double())
     # Typical offset from the centre along a feature: half the chord of the ellipsoid through its centre.
     width = 1.0 / torch.linalg.vector_norm(w, dim=1)
     s = power_of_two_above(torch.maximum(c.abs(), width).amax(dim=0))
