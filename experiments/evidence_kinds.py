@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 from harness import arguments, environment, write_results
-from joblib import Parallel, delayed
-from panel_data import Case, Rows, paper_tables, table_case
+from panel_data import Case, Rows
 from panel_scores import fitted, peer_scores, tensor
 from peer_names import PEERS
 from torch import Tensor
-from trust_panel import SEEDS, Task, cases
+from trust_panel import SEEDS, measured_cases
 
 from sepc_torch.head.evidence import Evidence, with_energy
 from sepc_torch.head.neighbours import Neighbours
@@ -186,33 +185,13 @@ def compare(sets: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def make_and_run(
-    make: Callable[..., Case | None], inputs: tuple[Any, ...], options: dict[str, Any], seeds: list[int]
-) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    case = make(*inputs, **options)
-    if case is None:
-        print(f"{make.__name__}: left out, SEPC_DATA does not have its file")
-        return []
-    found = run(case, seeds)
-    print(f"{case.name}, seeds {seeds}: done", flush=True)
-    return found
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     options = parser.parse_args()
     begun = time.perf_counter()
     seeds = [options.seed + number for number in range(1 if options.smoke else SEEDS)]
-    wanted: list[Task]
-    if options.smoke:
-        digits = paper_tables()["digits"]
-        wanted = [(table_case, ("digits", digits, seeds[0]), {"open_set": True, "epochs": 5}, seeds)]
-    else:
-        wanted = [task for task in cases(seeds) if task[2].get("open_set", True)]  # only cases with unknowns
-    parallel = Parallel(n_jobs=options.jobs)
-    runs = [row for found in parallel(delayed(make_and_run)(*task) for task in wanted) for row in found]
+    runs = measured_cases(run, seeds, options.jobs, smoke=options.smoke, closed=False)
     sets = mean_of_seeds(runs)
     rows = compare(sets)
     for row in rows:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,12 @@ RISK, DELTA = 0.05, 0.1
 
 # The function that makes a case, its arguments, and the seeds to run.
 Task = tuple[Callable[..., Case | None], tuple[Any, ...], dict[str, Any], list[int]]
+# A measurement of a case for some seeds; it returns one or more rows for each seed.
+Measure = Callable[[Case, list[int]], list[dict[str, Any]]]
 
 
 def run(case: Case, seeds: list[int], resamples: int) -> list[dict[str, Any]]:
     """One fit, and for every seed a calibration and all figures."""
-    torch.set_num_threads(1)
     head, seconds = fitted(case)
     peers = peer_scores(case)
     results = []
@@ -107,16 +109,36 @@ def cases(seeds: list[int]) -> list[Task]:
     return found
 
 
-def make_and_run(
-    make: Callable[..., Case | None], inputs: tuple[Any, ...], options: dict[str, Any], seeds: list[int], resamples: int
+def measured_cases(
+    measure: Measure, seeds: list[int], jobs: int, *, smoke: bool, closed: bool = True
 ) -> list[dict[str, Any]]:
+    """Make every case of the panel and measure it; the rows of all cases in one list.
+
+    Args:
+        measure: The measurement.
+        seeds: All seeds.
+        jobs: Number of processes.
+        smoke: Whether to measure only a small network on the digits.
+        closed: Whether to measure cases without unknowns too.
+    """
+    if smoke:
+        small = {"open_set": True, "epochs": 5}
+        wanted: list[Task] = [(table_case, ("digits", paper_tables()["digits"], seeds[0]), small, seeds)]
+    else:
+        wanted = [task for task in cases(seeds) if closed or task[2].get("open_set", True)]
+    parallel = Parallel(n_jobs=jobs)
+    return [row for found in parallel(delayed(_make_and_measure)(measure, task) for task in wanted) for row in found]
+
+
+def _make_and_measure(measure: Measure, task: Task) -> list[dict[str, Any]]:
+    make, inputs, options, seeds = task
     torch.set_num_threads(1)
     case = make(*inputs, **options)
     if case is None:
         print(f"{make.__name__}: left out, SEPC_DATA does not have its file")
         return []
-    found = run(case, seeds, resamples)
-    print(f"{case.name}, seeds {seeds}: fit {found[0]['fit_s']:.1f} s", flush=True)
+    found = measure(case, seeds)
+    print(f"{case.name}, seeds {seeds}: done", flush=True)
     return found
 
 
@@ -126,17 +148,8 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     seeds = [options.seed + number for number in range(1 if options.smoke else SEEDS)]
-    wanted: list[Task]
-    if options.smoke:
-        digits = paper_tables()["digits"]
-        wanted = [(table_case, ("digits", digits, seeds[0]), {"open_set": True, "epochs": 5}, seeds)]
-        resamples = 5
-    else:
-        wanted, resamples = cases(seeds), RESAMPLES
-    parallel = Parallel(n_jobs=options.jobs)
-    results = [
-        result for found in parallel(delayed(make_and_run)(*task, resamples) for task in wanted) for result in found
-    ]
+    resamples = 5 if options.smoke else RESAMPLES
+    results = measured_cases(partial(run, resamples=resamples), seeds, options.jobs, smoke=options.smoke)
     rows = summarise(results)
     for row in rows:
         interval = "" if row["interval"] is None else "  [{:+.4g}, {:+.4g}]".format(*row["interval"])
