@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from triton.runtime import interpreter
 
 from sepc_torch import TrustHead
 from sepc_torch.head import assess
+from sepc_torch.head.kernels import coordinates as coordinates_kernels
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.labels import largest_logits, mask_missing
@@ -47,9 +49,11 @@ def check_search(rng: Rng) -> None:
         points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
         z = torch.from_numpy(rng.normal(size=(rows, dim))).float()
         z[0] = points[-1]
+        origin = torch.from_numpy(rng.normal(size=dim)).float()
         ends = np.cumsum(sizes).tolist()
         distance, index = torch.empty(rows, len(sizes)), torch.empty(rows, len(sizes), dtype=torch.int64)
-        nearest_into(z, points, search_tables(points, ends), distance, index)
+        nearest_into(z + origin, origin, points, search_tables(points, ends), distance, index)
+        z = z + origin - origin  # rounded as in the kernel
         apart = torch.cdist(z.double(), points.double())
         largest = max(float(z.square().sum(dim=1).max()), float(points.square().sum(dim=1).max()))
         for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -59,12 +63,13 @@ def check_search(rng: Rng) -> None:
             assert torch.allclose(distance[:, c].double(), found, rtol=1e-6, atol=1e-6)
             # The closeness has 21 bits.
             assert (found.square() - least.square() <= 2.0**-19 * largest).all()
+    zero = torch.zeros(dim)
     for size in (1e-25, 1.0, 1e15):
         some, small = size * points, size * torch.stack([0.0 * z[0], 1e-14 * z[0]])
-        nearest_into(small, some, search_tables(some, ends), distance, index)
+        nearest_into(small, zero, some, search_tables(some, ends), distance, index)
         assert torch.allclose(distance[:, 0].double(), some.double().norm(dim=1).amin().expand(2), rtol=1e-6)
     z[1, 2] = torch.nan
-    nearest_into(z, points, search_tables(points, ends), distance, index)
+    nearest_into(z, zero, points, search_tables(points, ends), distance, index)
     assert distance[1].isnan().all()
     assert ((index >= 0) & (index < len(points))).all()
 
@@ -103,6 +108,9 @@ def check_coordinates(rng: Rng) -> None:
         expected = coordinates.float(), white(z), gaussian(coordinates, square)
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-6, atol=1e-6, equal_nan=True), (one, other)
+        with mock.patch.object(coordinates_kernels, "_MANY", 1):
+            many = project(z, tables, [dim, features], means)
+        assert torch.equal(many[2].nan_to_num(-1.0), found[2].nan_to_num(-1.0))
         alone = project(z, linear_tables([(0, polar.affine())], features, polar.least()), [dim], None)
         assert torch.equal(alone[0].nan_to_num(), found[0].nan_to_num())
 

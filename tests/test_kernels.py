@@ -124,14 +124,14 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sepc_torch.head.kernels import assess, labels, mixtures, search
+    from sepc_torch.head.kernels import assess, coordinates, labels, mixtures, search
 
     rows = 128 if many else 4
     flags = {"has_near": True, "has_logits": True, "has_energy": True, "find_open": many, "only_open": not many}
     sizes = {"kind_count": 5, "steps": 12, "held_steps": 13, "class_steps": 9, "fan": 1 if many else 5, "rows": rows}
     tiles = {"block": 64, "blocks": 2 if many else 1, "size": 64, "beside": 4 if many else 1, "last": 7, "rows": 64}
     integers = ("points", "classes", "most", "held_count", "class_width", "logit_stride", "least_stride", "row_stride",
-                "column_stride", "count", "per", "dim")  # fmt: skip
+                "column_stride", "count", "per", "dim", "parts")  # fmt: skip
     lists = "chunks", "place", "open_rows", "open_count", "listed", "number", "order", "starts"
     masks = "invalid", "missing", "accept"
     half, single = ("high", "low", "tile_high", "tile_low"), ("near", "white", "logits", "factor", "half", "best")
@@ -139,7 +139,8 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         (assess._assess, flags | sizes),
         (labels._largest, {"rows": rows, "lanes": 16}),
         (search._closest, tiles),
-        (mixtures._exact_mixtures, {"rows": 32, "features": 16}),
+        (coordinates._nearest_mean, {"columns": 64, "rows": 16, "repeats": rows // 4, "one_tile": many}),
+        (mixtures._exact_mixtures, {"rows": 32, "features": 32 if many else 16}),
     ):
         types = dict.fromkeys(kernel.arg_names, "*fp64") | dict.fromkeys(lists, "*i32")
         types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(masks, "*i1")

@@ -114,18 +114,13 @@ def assess(
 
 
 def _assess_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
-    rows, tables, regions = arguments[:-2], arguments[-2], arguments[-1]
+    rows, tables, regions = arguments[:-2], CalibrationTables(*arguments[-2]), arguments[-1]
     if available(rows[0]):
         from sepc_torch.head.kernels.assess import assess_on_cuda
 
-        given = *rows, CalibrationTables(*tables), OpenTables(*regions) if regions else None
+        given = *rows, tables, OpenTables(*regions) if regions else None
         return assess_on_cuda(*given)
-    return assess_without_kernels(*arguments)
-
-
-def assess_without_kernels(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator of CUDA devices in plain torch."""
-    given = *arguments[:-2], PlainTables.of(CalibrationTables(*arguments[-2])).tensors()
+    given = *rows, PlainTables.of(tables).tensors()
     return assess_plainly(*given)
 
 

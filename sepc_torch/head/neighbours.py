@@ -84,7 +84,8 @@ class Neighbours(nn.Module):
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise."""
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
         dim = self.offsets.shape[1]
-        self.far_apart = _far_apart(self.offsets, dim**0.5)
+        most = _largest_rounding(self.offsets)
+        self.far_apart = dim**0.5 > most
         squares = self.offsets.double().square().sum(dim=1) / 2
         self.register_buffer("half_squares", squares if self.far_apart else squares.to(self.offsets), persistent=False)
         groups = _group(self.ends)
@@ -92,7 +93,7 @@ class Neighbours(nn.Module):
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
         self.shapes = groups.shapes
         # The tables of the CUDA kernel, or none where it cannot run. It drops three bits of the products.
-        wanted = bool(self.ends) and possible(self.offsets) and not _far_apart(self.offsets, max(dim**0.5, 8.0))
+        wanted = bool(self.ends) and possible(self.offsets) and max(dim**0.5, 8.0) <= most
         self.tables = list(search_tables(self.offsets, self.ends)) if wanted else []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,12 +112,12 @@ class Neighbours(nn.Module):
         points = self.offsets
         dtype = z.dtype if z.dtype == points.dtype else torch.promote_types(z.dtype, points.dtype)
         within = torch.float64 if self.far_apart else dtype
-        z = z.detach() if z.requires_grad else z
-        offset = torch_ops.relative(as_dtype(z, within), as_dtype(self.origin, within))
+        z = as_dtype(z.detach() if z.requires_grad else z, within)
+        if self.tables and within == torch.float32:
+            return _search(z, self.origin, points, self.tables)
+        offset = torch_ops.relative(z, as_dtype(self.origin, within))
         points, half_squares = as_dtype(points, within), as_dtype(self.half_squares, within)
-        tables = self.tables if within == torch.float32 else []
-        layout = self.ends, self.slots, self.columns, self.shapes, tables
-        distance, index = _nearest(offset, points, half_squares, *layout)
+        distance, index = _nearest(offset, points, half_squares, self.ends, self.slots, self.columns, self.shapes)
         return as_dtype(distance, dtype), index
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
@@ -127,22 +128,22 @@ class Neighbours(nn.Module):
         return moved
 
 
-def _far_apart(offsets: Float[Tensor, "N D"], rounding: float) -> bool:
-    """Whether products in the dtype of the points lose the digits of the distance to the nearest point.
+def _largest_rounding(offsets: Float[Tensor, "N D"]) -> float:
+    """Largest rounding with which products in the dtype of the points keep the digits of the nearest distance.
 
-    The error of a squared distance is about ``rounding`` times eps times the largest squared length; for products of D
-    features ``rounding`` is sqrt(D).
+    The error of a squared distance is about the rounding times eps times the largest squared length. The rounding of
+    products of D features is sqrt(D).
     """
     count = len(offsets)
     if count < 2:
-        return False
+        return torch.inf
     points = offsets.double()
     some = torch.linspace(0, count - 1, min(count, _SAMPLE), device=points.device).long()
     apart = torch.cdist(points[some], points)
     apart[torch.arange(len(some)), some] = torch.inf
-    typical = apart.amin(dim=1).median().square()
-    error = torch.finfo(offsets.dtype).eps * rounding * points.square().sum(dim=1).amax()
-    return bool(error > _MAX_ERROR * typical) and bool(typical > 0)
+    typical = float(apart.amin(dim=1).median().square())
+    largest = float(points.square().sum(dim=1).amax())
+    return _MAX_ERROR * typical / (torch.finfo(offsets.dtype).eps * largest) if typical > 0 else torch.inf
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:
@@ -191,23 +192,13 @@ def _class_nearest(
     slots: Tensor,
     columns: Tensor,
     shapes: list[int],
-    tables: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     r"""Find the nearest points by a matrix product, then compute short distances from differences.
 
     The nearest point is :math:`\arg\max_i z \cdot x_i - \tfrac12 \|x_i\|^2`, up to rounding. A distance computed from
     the product loses the digits of short distances. With few classes all distances are computed from differences; with
-    many classes, only those of the nearest classes. With ``tables`` one CUDA kernel searches without the matrix of
-    products, and computes all distances from differences.
+    many classes, only those of the nearest classes.
     """
-    if tables:
-        from sepc_torch.head.kernels.search import nearest_into
-
-        out = z.new_empty(len(z), len(ends))
-        index = z.new_empty(len(z), len(ends), dtype=torch.int64)
-        with on_device(z):
-            nearest_into(z.contiguous(), points, SearchTables(*tables), out, index)
-        return out, index
     many = len(ends) > _MANY_CLASSES
     exact = min(len(ends), _RECOMPUTED) if many else len(ends)
     count, dim = z.shape
@@ -299,7 +290,33 @@ def _class_nearest_shape(
 
 _nearest = torch_ops.operator(
     "class_nearest(Tensor z, Tensor points, Tensor half_squares, int[] ends, Tensor slots, Tensor columns, "
-    "int[] shapes, Tensor[] tables) -> (Tensor, Tensor)",
+    "int[] shapes) -> (Tensor, Tensor)",
     _class_nearest,
     _class_nearest_shape,
+)
+
+
+def _launch_search(
+    z: Tensor, origin: Tensor, offsets: Tensor, tables: list[Tensor]
+) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
+    """The kernels' search: without the matrix of products, and with all distances from differences."""
+    from sepc_torch.head.kernels.search import nearest_into
+
+    layout = SearchTables(*tables)
+    distance, index = _search_shape(z, origin, offsets, tables)
+    with on_device(z):
+        nearest_into(z.contiguous(), origin, offsets, layout, distance, index)
+    return distance, index
+
+
+def _search_shape(z: Tensor, _origin: Tensor, _offsets: Tensor, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
+    shape = z.shape[0], tables[SearchTables._fields.index("ranges")].shape[0]
+    return z.new_empty(shape), z.new_empty(shape, dtype=torch.int64)
+
+
+# Distances and indices for rows (B, D) in the coordinates of the caller, on CUDA devices.
+_search = torch_ops.operator(
+    "search(Tensor z, Tensor origin, Tensor offsets, Tensor[] tables) -> (Tensor, Tensor)",
+    _launch_search,
+    _search_shape,
 )

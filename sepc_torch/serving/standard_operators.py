@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
-from sepc_torch.head.assess import assess_without_kernels
 from sepc_torch.head.densities import mixtures
 from sepc_torch.model.counting import counts_within
 from sepc_torch.model.torch_ops import OPAQUE, SECULAR_STEPS, secular_step
@@ -194,7 +193,6 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
         )
     },
     **OPAQUE,
-    torch.ops.sepc_torch.assess.default: assess_without_kernels,
     torch.searchsorted: _search,
     torch.asinh: _asinh,
     torch.log1p: _log1p,

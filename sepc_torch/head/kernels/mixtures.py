@@ -19,8 +19,8 @@ from sepc_torch.shapes import Float, Int
 
 # Distances that a program takes at a time, and the largest number of regions among them.
 _TILE, _LANES = 128, 16
-# Rows and features of a product in float64.
-_EXACT_ROWS, _EXACT_FEATURES = 32, 16
+# Rows and most features of a product in float64.
+_EXACT_ROWS, _EXACT_FEATURES = 32, 32
 # Bytes of the distances of a piece.
 _PIECE_BYTES = 2**28
 
@@ -129,5 +129,5 @@ def exact_log_densities(
         (points, tables.origin, tables.offsets, tables.whiteners,
          tables.order, tables.starts, tables.log_weight, tables.freedom, rows, number, out,
          points.shape[1], points.stride(0), classes),
-        (_EXACT_ROWS, _EXACT_FEATURES), num_warps=4, num_stages=1,
+        (_EXACT_ROWS, min(_EXACT_FEATURES, max(16, power_of_two(points.shape[1])))), num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -33,9 +33,17 @@ _PROGRAMS = 256
 _PIECE_BYTES = 2**27
 
 
+@jit
+def _relative(start, origin, i, live, dim):
+    """Features i of rows, relative to the origin; zero beyond the last."""
+    there = live[:, None] & (i < dim)[None, :]
+    part = tl.load(start + i[None, :], mask=there, other=0.0)
+    return tl.where(there, part - tl.load(origin + i, mask=i < dim, other=0.0)[None, :], 0.0)
+
+
 @jit(do_not_specialize=["points"])
 def _split_rows(
-    z, scale_of_points, high, low, factor, points, dim, row_stride,
+    z, origin, scale_of_points, high, low, factor, points, dim, row_stride,
     top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -46,14 +54,14 @@ def _split_rows(
     largest = tl.maximum(tl.full([rows], 1e-30, tl.float32), of_points * 9.094947017729282e-13)
     for b in tl.static_range(blocks):
         i = b * block + tl.arange(0, block)
-        part = tl.load(start + i[None, :], mask=live[:, None] & (i < dim)[None, :], other=0.0)
+        part = _relative(start, origin, i, live, dim)
         largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
     scale = power_of_two_above(largest)
     tl.store(factor + row, top * (top * (of_points / scale)), mask=live)
     out = row[:, None].to(tl.int64) * (block * blocks)
     for b in tl.static_range(blocks):
         i = b * block + tl.arange(0, block)
-        part = tl.load(start + i[None, :], mask=live[:, None] & (i < dim)[None, :], other=0.0)
+        part = _relative(start, origin, i, live, dim)
         first, second = split_float(part * (top / scale)[:, None])
         tl.store(high + out + i[None, :], first, mask=live[:, None])
         tl.store(low + out + i[None, :], second, mask=live[:, None])
@@ -109,7 +117,7 @@ def _closest(
 
 @jit(do_not_specialize=["points", "classes"])
 def _class_distance(
-    z, offsets, index, ranges, best, place, distance, found,
+    z, origin, offsets, index, ranges, best, place, distance, found,
     points, dim, row_stride, classes, beside: tl.constexpr,
     group: tl.constexpr, features: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +138,7 @@ def _class_distance(
     squares = tl.zeros([rows, group], tl.float64)
     for first in range(0, dim, features):
         i = first + tl.arange(0, features)
-        inside = (row < points)[:, None] & (i < dim)[None, :]
-        x = tl.load(z + row[:, None].to(tl.int64) * row_stride + i[None, :], mask=inside, other=0.0)
+        x = _relative(z + row[:, None].to(tl.int64) * row_stride, origin, i, row < points, dim)
         spots = offsets + point[:, :, None] * dim + i[None, None, :]
         there = live[:, :, None] & (i < dim)[None, None, :]
         apart = (tl.load(spots, mask=there, other=0.0) - x[:, None, :]).to(tl.float64)
@@ -146,6 +153,7 @@ _launch_split, _launch_closest, _launch_distance = Launcher(_split_rows), Launch
 
 def nearest_into(
     z: Float[Tensor, "B D"],
+    origin: Float[Tensor, "D"],
     offsets: Float[Tensor, "N D"],
     tables: SearchTables,
     distance: Float[Tensor, "B C"],
@@ -153,16 +161,18 @@ def nearest_into(
 ) -> None:
     """Write the distance to the nearest point of every class, and the point's number, for rows in float32.
 
-    ``z`` and ``offsets`` are contiguous and relative to one origin.
+    The points are ``origin`` plus ``offsets``, which are contiguous.
     """
     row_bytes = 8 * (len(tables.chunks) - 1) * tables.beside + 4 * tables.high.shape[1]
     step = max(_FEW_ROWS, _PIECE_BYTES // row_bytes)
     for start in range(0, len(z), step):
         rows = slice(start, start + step)
-        _piece_into(z[rows], offsets, tables, distance[rows], index[rows])
+        _piece_into(z[rows], origin, offsets, tables, distance[rows], index[rows])
 
 
-def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tensor, index: Tensor) -> None:
+def _piece_into(
+    z: Tensor, origin: Tensor, offsets: Tensor, tables: SearchTables, distance: Tensor, index: Tensor
+) -> None:
     points, dim = z.shape
     _, padded, size = tables.high.shape
     block, beside = block_size(dim), tables.beside
@@ -172,8 +182,8 @@ def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tens
     best = torch.empty(chunks * beside, points, dtype=torch.float32, device=z.device)
     place = torch.empty(chunks * beside, points, dtype=torch.int32, device=z.device)
     _launch_split(
-        (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z)),
-        (z, tables.scale, high, low, factor, points, dim, z.stride(0)),
+        (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z), aligned(origin)),
+        (z, origin, tables.scale, high, low, factor, points, dim, z.stride(0)),
         (TOP, block, blocks, _SPLIT_ROWS), num_warps=4,
     )  # fmt: skip
     rows = _FEW_ROWS if points < _MANY else 2 * _FEW_ROWS
@@ -187,7 +197,8 @@ def _piece_into(z: Tensor, offsets: Tensor, tables: SearchTables, distance: Tens
     )  # fmt: skip
     group = min(_CLASSES, power_of_two(classes))
     _launch_distance(
-        (-(-points // _DISTANCE_ROWS), -(-classes // group), 1), (dim, aligned(z)),
-        (z, offsets, tables.number, tables.ranges, best, place, distance, index, points, dim, z.stride(0), classes),
+        (-(-points // _DISTANCE_ROWS), -(-classes // group), 1), (dim, aligned(z), aligned(origin)),
+        (z, origin, offsets, tables.number, tables.ranges, best, place, distance, index,
+         points, dim, z.stride(0), classes),
         (beside, group, _FEATURES, _DISTANCE_ROWS), num_warps=4,
     )  # fmt: skip
