@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from triton.runtime import interpreter
 
 from sepc_torch import TrustHead
 from sepc_torch.head import assess
-from sepc_torch.head.kernels import coordinates as coordinates_kernels
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.labels import largest_logits, mask_missing
@@ -108,9 +106,6 @@ def check_coordinates(rng: Rng) -> None:
         expected = coordinates.float(), white(z), gaussian(coordinates, square)
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-6, atol=1e-6, equal_nan=True), (one, other)
-        with mock.patch.object(coordinates_kernels, "_MANY", 1):
-            many = project(z, tables, [dim, features], means)
-        assert torch.equal(many[2].nan_to_num(-1.0), found[2].nan_to_num(-1.0))
         alone = project(z, linear_tables([(0, polar.affine())], features, polar.least()), [dim], None)
         assert torch.equal(alone[0].nan_to_num(), found[0].nan_to_num())
 

@@ -139,8 +139,8 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         (assess._assess, flags | sizes),
         (labels._largest, {"rows": rows, "lanes": 16}),
         (search._closest, tiles),
-        (coordinates._nearest_mean, {"columns": 64, "rows": 16, "repeats": rows // 4, "one_tile": many}),
-        (mixtures._exact_mixtures, {"rows": 32, "features": 32 if many else 16}),
+        (coordinates._nearest_mean, {"columns": 64, "rows": 16, "one_tile": many}),
+        (mixtures._exact_mixtures, {"rows": 64, "features": 32 if many else 16}),
     ):
         types = dict.fromkeys(kernel.arg_names, "*fp64") | dict.fromkeys(lists, "*i32")
         types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(masks, "*i1")

@@ -106,10 +106,13 @@ def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
 
 
 @jit
-def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr, fan: tl.constexpr):
-    """The function of :func:`sepc_torch.head.strangeness.log_survival`, minus its slope, and where the slope holds.
+def _log_survival(
+    table, constants, x, live, resolution, deepest, count, width, steps: tl.constexpr, fan: tl.constexpr
+):  # fmt: skip
+    """The function of :func:`sepc_torch.head.strangeness.log_survival`, and a bound of its change.
 
-    The last result is the distance to the nearest value at which the slope changes.
+    If x changes by less than ``width``, the result changes by less than the width times the steepest slope that is
+    reached. The bound is infinite if that is beyond the next interval of the table.
     """
     start, excess = tl.load(constants), tl.load(constants + 1)
     scale, share = tl.load(constants + 2), tl.load(constants + 3)
@@ -124,10 +127,18 @@ def _log_survival(table, constants, x, live, resolution, deepest, count, steps: 
     rank = tl.where(above > 0, (above - 1).to(tl.float64) + fraction, 0.0)
     inside = tl.log((count + 1 - rank) / (count + 1).to(tl.float64))
     outside = share - (x - start) / excess
-    slope = tl.where(above > 0, 1.0 / ((upper - lower) * (count + 1 - rank)), 0.0)
-    room = tl.minimum(upper - searched, tl.where(above > 0, searched - lower, float("inf")))
     value = tl.maximum(tl.where(x > start, outside, inside), -deepest)
-    return value, tl.where(x > start, 1.0 / excess, slope), tl.where(x > start, x - start, room)
+    # Slopes of this interval and, where the width reaches it, of the next one on either side.
+    before = tl.load(table + tl.maximum(above - 2, 0), mask=live, other=0.0)
+    after = tl.load(table + tl.minimum(above + 1, count - 1), mask=live, other=0.0)
+    slope = tl.where(above > 0, 1.0 / (upper - lower), 0.0)
+    slope = tl.where(searched + width >= upper, tl.maximum(slope, 1.0 / (after - upper)), slope)
+    slope = tl.where((searched - width <= lower) & (above > 1), tl.maximum(slope, 1.0 / (lower - before)), slope)
+    slope /= count - rank
+    within = (searched + width < tl.minimum(after, start)) & ((searched - width > before) | (above <= 2))
+    slope = tl.where(x > start, 1.0 / excess, slope)
+    within = tl.where(x > start, x - width > start, within)
+    return value, tl.where(within, width * slope, float("inf"))
 
 
 @jit
@@ -216,9 +227,7 @@ def _assess(
     score = regions * 0.0
     score = tl.where(score == score, score, 0.0)
     beyond = score
-    # How far the score may be off, and where it is not known.
-    error = score
-    is_open = refused & ~refused
+    error = score  # how far the score may be off
     for j in tl.static_range(kind_count):
         # The kinds of evidence.Evidence.kinds, in this order.
         if has_energy and j == kind_count - 1:
@@ -234,24 +243,26 @@ def _assess(
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
-        log_share, slope, room = _log_survival(
-            ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan
+        # The error of a log density that the distance kernel allows for; other kinds are exact.
+        width = score * 0.0
+        if find_open and j == 0:
+            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
+        log_share, change = _log_survival(
+            ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, width, steps, fan
         )
         surprise, weight = -log_share, tl.load(weights + j)
         score += weight * tl.minimum(surprise, end)
         beyond += tl.maximum(surprise - end, 0.0)
         if find_open and j == 0:
-            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
-            is_open = ~(width < room)
-            error = width * slope * tl.maximum(weight, 1.0)
+            error = change * tl.maximum(weight, 1.0)
     score += beyond
-    typicality, _, _ = _log_survival(
-        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan
+    typicality, _ = _log_survival(
+        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, score * 0.0, steps, fan
     )
     lower = score - unit * (1.0 + tl.abs(score))
     below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
     if find_open:
-        is_open = is_open | _beside_a_rank(held, held_count, below, lower, error, live)
+        is_open = _beside_a_rank(held, held_count, below, lower, error, live)
     p_value = (held_count + 1 - below).to(tl.float64) / (held_count + 1).to(tl.float64)
     number = tl.load(class_counts + index, mask=live, other=0).to(tl.int32)
     table = by_class + index.to(tl.int64) * class_width

@@ -1,8 +1,7 @@
 r"""Coordinate kernels: all projections of embeddings in one launch, and the Mahalanobis distance to the nearest mean.
 
 A program of ``_project`` takes a block of rows and a block of output columns, in float64. Every batch uses the same
-tiles, so the coordinates of a row do not depend on its batch. ``_nearest_mean`` compares one row at a time with all
-class means.
+tiles, so the coordinates of a row do not depend on its batch. ``_nearest_mean`` compares one row with all class means.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from sepc_torch.shapes import Float
 
 # Rows of a program and features of a product: the fastest tiles for a row and for 2^17 rows (measured on an H200).
 _ROWS, _FEATURES = 16, 16
-# Class means that are compared at a time, and rows that a program compares one after the other if there are many.
-_MEANS, _REPEATS, _MANY = 16, 16, 2**14
+# Class means that are compared at a time.
+_MEANS = 16
 
 
 @jit(do_not_specialize=["points", "dim", "row_stride"])
@@ -82,45 +81,36 @@ def _project(
 @jit(do_not_specialize=["points", "classes", "parts", "dim"])
 def _nearest_mean(
     white, means, square, covered, outside, out, points, classes, parts, dim,
-    columns: tl.constexpr, rows: tl.constexpr, repeats: tl.constexpr, one_tile: tl.constexpr,
+    columns: tl.constexpr, rows: tl.constexpr, one_tile: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     i, c = tl.arange(0, columns), tl.arange(0, rows)
     if one_tile:
-        means_tile = _tile_of_means(means, c, i, classes, dim)
-    for turn in range(repeats):
-        row = tl.program_id(0).to(tl.int64) * repeats + turn
-        live = row < points
+        squares = _squares(white + row * dim, means, c, i, classes, dim)
+        least = tl.where(c < classes, squares, float("inf"))
+    else:
         least = tl.full([rows], float("inf"), tl.float64)
-        if one_tile:
-            x = tl.load(white + row * dim + i, mask=live & (i < dim), other=0.0)
-            least = tl.where(c < classes, _squares(means_tile, x), least)
-        else:
-            for begin in range(0, classes, rows):
-                squares = tl.zeros([rows], tl.float64)
-                for start in range(0, dim, columns):
-                    x = tl.load(white + row * dim + start + i, mask=live & (start + i < dim), other=0.0)
-                    squares += _squares(_tile_of_means(means, begin + c, start + i, classes, dim), x)
-                least = tl.minimum(least, tl.where(begin + c < classes, squares, float("inf")))
-        rest = tl.load(square + row, mask=live, other=0.0)
-        valid = rest == rest
-        spot = covered + row
-        for _ in range(parts):
-            rest -= tl.load(spot, mask=live, other=0.0)
-            spot += points
-        value = tl.min(least, axis=0) + tl.maximum(rest, 0.0) / tl.load(outside)
-        tl.store(out + row, tl.where(valid, value, float("nan")), mask=live)
+        for begin in range(0, classes, rows):
+            squares = tl.zeros([rows], tl.float64)
+            for start in range(0, dim, columns):
+                squares += _squares(white + row * dim, means, begin + c, start + i, classes, dim)
+            least = tl.minimum(least, tl.where(begin + c < classes, squares, float("inf")))
+    rest = tl.load(square + row)
+    valid = rest == rest
+    spot = covered + row
+    for _ in range(parts):
+        rest -= tl.load(spot)
+        spot += points
+    value = tl.min(least, axis=0) + tl.maximum(rest, 0.0) / tl.load(outside)
+    tl.store(out + row, tl.where(valid, value, float("nan")))
 
 
 @jit
-def _tile_of_means(means, c, i, classes, dim):
+def _squares(white, means, c, i, classes, dim):
+    """Squared distance of a row to means c, of features i."""
+    x = tl.load(white + i, mask=i < dim, other=0.0)
     there = (c < classes)[:, None] & (i < dim)[None, :]
-    return tl.load(means + c[:, None] * dim + i[None, :], mask=there, other=0.0)
-
-
-@jit
-def _squares(tile, x):
-    """Squared distance of x to every row of a tile."""
-    apart = tile - x[None, :]
+    apart = tl.load(means + c[:, None] * dim + i[None, :], mask=there, other=0.0) - x[None, :]
     return tl.sum(apart * apart, axis=1)
 
 
@@ -154,13 +144,11 @@ def project(
     if not gaussian:
         return narrow
     out = torch.empty(points, dtype=torch.float64, device=z.device)
-    # Many rows with few means take the same tile of means, which a program loads once.
-    one_tile = len(gaussian.means) <= _MEANS and widths[0] <= 2 * COLUMNS
-    repeats = _REPEATS if one_tile and points >= _MANY else 1
+    one_tile = len(gaussian.means) <= _MEANS and widths[0] <= 2 * COLUMNS  # a loop would double the time
     _launch_mean(
-        (-(-points // repeats), 1, 1), (points % 2 == 0,),
+        (points, 1, 1), (points % 2 == 0,),
         (white, gaussian.means, sums[0], sums[1:], gaussian.outside, out,
          points, len(gaussian.means), parts, widths[0]),
-        (2 * COLUMNS, _MEANS, repeats, one_tile), num_warps=1,
+        (2 * COLUMNS, _MEANS, one_tile), num_warps=1,
     )  # fmt: skip
     return [*narrow, out]

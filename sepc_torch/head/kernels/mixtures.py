@@ -20,7 +20,7 @@ from sepc_torch.shapes import Float, Int
 # Distances that a program takes at a time, and the largest number of regions among them.
 _TILE, _LANES = 128, 16
 # Rows and most features of a product in float64.
-_EXACT_ROWS, _EXACT_FEATURES = 32, 32
+_EXACT_ROWS, _EXACT_FEATURES = 64, 32
 # Bytes of the distances of a piece.
 _PIECE_BYTES = 2**28
 
