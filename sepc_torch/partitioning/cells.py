@@ -19,6 +19,7 @@ import numpy as np
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, column_norms
 from sepc_torch.partitioning import workers
+from sepc_torch.partitioning.ranked_distances import ranked_distances
 from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Bool, Float, Int
 
@@ -33,6 +34,8 @@ TAIL = 32
 _SPACINGS = (0, 1, 2, 5, 10, 20, 50, 100)
 # Float64 values in one batch of differences on a device: half a GiB.
 _BATCH = 2**26
+# With at least this many points for each grid point, not all distances are computed exactly.
+_MANY_POINTS = 8
 # Pairs of an entry and an ellipsoid listed at a time: each takes about 50 bytes.
 _PAIRS = 2**22
 # Multiplications N K D^2 below which one process counts: they take about as long as starting other processes.
@@ -243,10 +246,13 @@ def _measure(
         places: Row of each grid point, if the rows of a class are sorted by distance.
     """
     kept, levels = min(len(places), STEPS), TAIL if len(places) > STEPS else 0
-    rows = []
+    rows: list[Array] = []
     step_ids = np.tile(np.arange(kept, dtype=np.int32), (len(ellipsoids), 1))
     step_distances, tail_distances = np.empty((len(ellipsoids), kept)), np.empty((len(ellipsoids), levels))
     with one_thread():
+        if not levels and len(points) >= _MANY_POINTS * len(places):
+            rows, step_distances = ranked_distances(ellipsoids, points, bounds, places)
+            return _Measured(rows, step_ids, step_distances, tail_distances)
         for k, ellipsoid in enumerate(ellipsoids):
             distance = column_norms(points.T, ellipsoid.center, ellipsoid.whitener)
             rows.append(np.flatnonzero(distance <= 1.0 + SURFACE_TOLERANCE).astype(np.int32))

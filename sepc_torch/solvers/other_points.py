@@ -8,7 +8,7 @@ directions show it. For orthonormal rows :math:`U`,
 so a point whose few coordinates :math:`U F (z - c)` are already too long lies outside. The rows of :math:`U` are the
 directions in which the points lie farthest from the centre, measured by the ellipsoid: the eigenvectors of
 :math:`F M F^\top` with the largest eigenvalues, where :math:`M` is the second moment of a sample of the points about
-:math:`c`. All points meet the first two directions, and those that pass meet more. The screening only removes points
+:math:`c`. All points meet the first four directions, and those that pass meet more. The screening only removes points
 that the full test would reject, so the result of a query is the same with and without it.
 """
 
@@ -21,11 +21,14 @@ import numpy as np
 
 from sepc_torch.shapes import Array, Bool, Float, Int
 
-# Rows screened at a time, so that a block stays in the cache.
-_BLOCK_ROWS = 4096
-# Directions that all points meet. A pass reads every point whatever their number; two remove about 84 % in 16
-# dimensions.
-_FIRST_DIRECTIONS = 2
+# Rows screened at a time. Fewer rows spend more time in calls, more rows leave the cache.
+_BLOCK_ROWS = 16384
+# So few points are not screened: choosing the directions would cost as much as the full test. A sample of as many
+# points gives the moments of more.
+_FEW_ROWS = 4096
+# Directions that all points meet. A pass reads every point whatever their number, and a point that passes costs several
+# times as much.
+_FIRST_DIRECTIONS = 4
 # Number of all directions: half of the dimensions, but at least this many. Fewer leave more points to the full test.
 _LEAST_DIRECTIONS = 4
 # A point is removed only if it exceeds the level by this share, far above the rounding error of its coordinates.
@@ -46,15 +49,16 @@ class OtherPoints:
     """
 
     def __init__(self, points: Float[Array, "N D"], codes: Int[Array, "N"] | None = None, code: int = 0) -> None:
-        self._points, self._codes, self._code = points, codes, code
-        self._count = len(points) if codes is None else int(np.count_nonzero(codes != code))
+        self._points = points
+        self._other = np.ones(len(points), dtype=bool) if codes is None else codes != code
+        self._count = int(np.count_nonzero(self._other))
 
     def __len__(self) -> int:
         return self._count
 
     def all(self) -> Float[Array, "M D"]:
         """All points, as one array."""
-        return self._points if self._codes is None else np.ascontiguousarray(self._points[self._codes != self._code])
+        return self._points if len(self) == len(self._points) else np.ascontiguousarray(self._points[self._other])
 
     def near(
         self, center: Float[Array, "D"], factor: Float[Array, "R D"], level: float
@@ -63,7 +67,7 @@ class OtherPoints:
 
         Yields blocks in the order of the rows.
         """
-        if len(self) <= _BLOCK_ROWS:  # one block: choosing the directions would cost as much as the full test
+        if len(self) <= _FEW_ROWS:
             yield self.all()
             return
         mean, covariance = self._moments
@@ -76,8 +80,9 @@ class OtherPoints:
         for columns, other in self._blocks():
             squares = _squares(rows[first], columns, shift[first])
             kept = np.flatnonzero((squares <= limit) & other)
-            squares = squares[kept] + _squares(rows[further], columns[:, kept], shift[further])
-            yield np.ascontiguousarray(columns[:, kept[squares <= limit]].T)
+            near = columns.T[kept]
+            squares = squares[kept] + _squares(rows[further], near.T, shift[further])
+            yield np.ascontiguousarray(near[squares <= limit])
 
     def near_any(self, centers: Float[Array, "m D"], radius: float) -> Float[Array, "q D"]:
         """The points within ``radius`` of one of the centres, possibly with others among them, in the order of rows.
@@ -86,7 +91,7 @@ class OtherPoints:
         >>> OtherPoints(points).near_any(np.array([[3.0], [7.5]]), 0.6).tolist()
         [[3.0], [7.0], [8.0]]
         """
-        if len(self) <= _BLOCK_ROWS:
+        if len(self) <= _FEW_ROWS:
             return self.all()
         # All centres share one pass: along a unit vector, a point is at least as near to a centre as in space.
         direction = np.linalg.eigh(self._moments[1])[1][:, -1]
@@ -101,17 +106,17 @@ class OtherPoints:
 
     @cached_property
     def _moments(self) -> tuple[Float[Array, "D"], Float[Array, "D D"]]:
-        """Mean and covariance of a sample of all points, one block large."""
-        sample = np.ascontiguousarray(self._points[:: -(-len(self._points) // _BLOCK_ROWS)])
+        """Mean and covariance of a sample of all points."""
+        sample = np.ascontiguousarray(self._points[:: -(-len(self._points) // _FEW_ROWS)])
         mean = sample.mean(axis=0)
         sample -= mean
         return mean, sample.T @ sample / len(sample)
 
-    def _blocks(self) -> Iterator[tuple[Float[Array, "D B"], Bool[Array, "B"] | bool]]:
+    def _blocks(self) -> Iterator[tuple[Float[Array, "D B"], Bool[Array, "B"]]]:
         """Blocks of all points, one point in each column, and which of them are of other classes."""
         for start in range(0, len(self._points), _BLOCK_ROWS):
             rows = slice(start, start + _BLOCK_ROWS)
-            yield self._points[rows].T, self._codes is None or self._codes[rows] != self._code
+            yield self._points[rows].T, self._other[rows]
 
 
 def _squares(rows: Float[Array, "k D"], columns: Float[Array, "D B"], shift: Float[Array, "k 1"]) -> Float[Array, "B"]:
