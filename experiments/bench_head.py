@@ -12,7 +12,8 @@ compiling again.
 score from neighbours costs in plain torch. ``brute`` is scikit-learn's brute-force search, ``knn`` and ``vim`` are
 pytorch-ood's detectors, ``faiss`` is faiss's flat index, if it is installed. ``classifier`` is the frozen classifier
 alone. ``plain`` is the head without kernels. The exactness part counts the rows in which the head with
-kernels differs from the plain head, field by field, and the rows in which batches of other sizes differ.
+kernels differs from the plain head, field by field, and the rows in which batches of other sizes and the head on the
+CPU differ.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sepc_torch import HeadPrediction, TrustHead
 CLASSES, MODES, FEATURES = 10, 12, 64
 GPU_ROWS = (1, 1024, 65_536, 2**20)
 BATCHES = (1, 2, 7, 64, 1000)
+CPU_ROWS = 10**5  # compared with the CPU
 # Seconds of calls before a measurement: an idle chip runs at a lower clock.
 WARMUP_S = 0.3
 
@@ -209,6 +211,7 @@ def exactness(seed: int, smoke: bool) -> dict[str, Any]:
     for turn, apart in enumerate((1.0, 0.3, 3.0)):
         source = Networklike(seed + turn, apart)
         head = source.head(1000 if smoke else 8000, 500 if smoke else 4096).to(device)
+        head.accept_at(flag_rate=0.1)
         z, logits = source.batch(rows, device)
         whole = head(z, logits=logits)
         other = dict.fromkeys(HeadPrediction._fields, 0)
@@ -219,9 +222,14 @@ def exactness(seed: int, smoke: bool) -> dict[str, Any]:
                     other[name] += count
         with without_kernels(head) as plain:
             kernels = differ(whole, plain(z, logits=logits))
-        found.append({"apart": apart, **size_of(head), "without_kernels": kernels, "batches": other})
+        some = slice(0, min(rows, CPU_ROWS))
+        expected = head.cpu()(z[some].cpu(), logits=logits[some].cpu())
+        on_cpu = differ(HeadPrediction(*(field[some].cpu() for field in whole)), expected)
+        counts = {"without_kernels": kernels, "batches": other, "on_the_cpu": on_cpu}
+        found.append({"apart": apart, **size_of(head), **counts})
         print(found[-1], flush=True)
-    return {"device": device, "rows": rows, "compared_in_batches": 40 * sum(BATCHES), "heads": found}
+    compared = {"compared_in_batches": 40 * sum(BATCHES), "compared_on_the_cpu": min(rows, CPU_ROWS)}
+    return {"device": device, "rows": rows, **compared, "heads": found}
 
 
 def differ(found: HeadPrediction, expected: HeadPrediction) -> dict[str, int]:

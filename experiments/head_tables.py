@@ -61,15 +61,20 @@ def on_gpu(part: dict[str, Any]) -> str:
 
 def exact(part: dict[str, Any]) -> str:
     heads = part["heads"]
-    decided = sum(head["without_kernels"][name] for head in heads for name in DECISIONS)
-    ranked = sum(head["without_kernels"]["p_value"] for head in heads)
-    moved = sum(head["batches"][name] for head in heads for name in (*DECISIONS, "p_value", "class_p_value", "joint"))
+
+    def differing(kind: str, *names: str) -> str:
+        return spaced(sum(head[kind][name] for head in heads for name in names))
+
+    ranks = "p_value", "class_p_value"
     return (
-        f"On {spaced(part['rows'])} rows of each of {len(heads)} heads, kernels change {decided or 'no'} decisions "
-        f"(labels, rules, trust, nearest ellipsoid, `accept`) and {spaced(ranked)} p-values, by a rank: their "
-        "distances are accurate to float32, those of plain torch to float64. Batches of 1 to 1000 rows give the "
-        f"decisions, p-values and joint scores of one large batch in every row ({moved} differ of "
-        f"{spaced(part['compared_in_batches'])} rows of each head). Distances and margins of the classifier can differ "
+        f"On {spaced(part['rows'])} rows of each of {len(heads)} heads, kernels and plain torch differ in "
+        f"{differing('without_kernels', *DECISIONS)} decisions (labels, rules, trust, nearest ellipsoid, `accept`) and "
+        f"{differing('without_kernels', *ranks)} p-values. Densities have the accuracy of float32 except where that "
+        "could change one of these, so confidence, joint score and strangeness differ in their last digits. Of "
+        f"{spaced(part['compared_on_the_cpu'])} rows of each head on the CPU, {differing('on_the_cpu', *DECISIONS)} "
+        f"decisions and {differing('on_the_cpu', *ranks)} p-values differ. Batches of 1 to 1000 rows and one large "
+        f"batch differ in {differing('batches', *DECISIONS, *ranks, 'joint')} decisions, p-values and joint scores of "
+        f"{spaced(part['compared_in_batches'])} rows of each head. Distances and margins of the classifier can differ "
         "in their last digit."
     )
 

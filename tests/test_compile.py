@@ -100,6 +100,21 @@ called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call
 assert "sepc_torch.judge_distances.default" in called, called
 """
 
+# The operator of CUDA devices, which may write to the densities.
+CHECKS["operator of CUDA"] = """
+from sepc_torch.head import assess
+scores = rng.normal(size=(240, 3))
+head = TrustHead.fit(x, y, dim=3).calibrate(x, y, scores)
+class Assess(torch.nn.Module):
+    def forward(self, z, logits):
+        density, near, white, mahalanobis, _ = head.evidence.measure(z)
+        label, least = logits.argmax(dim=1), torch.zeros((), dtype=torch.float64)
+        valid = torch.zeros_like(label, dtype=torch.bool)
+        rows = density, [near], [white], [mahalanobis], [logits], label, valid, least
+        return assess._assess(*rows, list(head.calibration.network.tables()), [])
+check(Assess(), z, torch.from_numpy(np.concatenate([scores, scores])).float())
+"""
+
 # Gradients of the network's margin, with a row that has no label.
 CHECKS["gradient"] = """
 scores = torch.from_numpy(rng.normal(size=(480, 3))).float()

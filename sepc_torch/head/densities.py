@@ -112,15 +112,16 @@ class RegionDensities(nn.Module):
         :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
         at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`.
 
-        Elsewhere the distances are in float64: in float32 the last digits would depend on the batch.
+        Elsewhere the distances are in float64: in float32 the last digits would depend on the batch. On every device
+        the points are first rounded to the dtype of the module.
         """
         if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
             regions = list(self.by_class)
             found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
             return found, [narrow, *self.wide, *regions, self.accuracy] if has_float64_products() else []
         origin, offsets, whiteners = self.wide
-        points = torch_ops.relative(as_dtype(points, torch.float64), origin)
-        distance = torch_ops.distances(points, offsets, whiteners)
+        offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
+        distance = torch_ops.distances(offset, offsets, whiteners)
         tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
         return _log_densities(distance, *tables, self.classes), []
 
@@ -162,6 +163,14 @@ def mixtures(
     return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
 
 
+# Points relative to an origin in float64; narrow points are first rounded to float32.
+_rounded_relative = torch_ops.opaque(
+    "rounded_relative(Tensor points, Tensor origin, bool narrow) -> Tensor",
+    lambda points, origin, narrow: (
+        as_dtype(as_dtype(points, torch.float32) if narrow else points, torch.float64) - origin
+    ),
+    lambda points, origin, narrow: points.new_empty(points.shape, dtype=torch.float64),
+)
 _log_densities = torch_ops.operator(
     "log_densities(Tensor distance, Tensor log_weight, Tensor freedom, Tensor power, Tensor codes, int classes) "
     "-> Tensor",
