@@ -29,7 +29,7 @@ SURFACE_TOLERANCE = 1e-4
 # resolution of any data.
 DEFAULT_FLOOR = 1e-3
 # `whitened_norms` computes this many rows at a time: the block fits in the cache.
-_BLOCK_ROWS = 2048
+BLOCK_ROWS = 2048
 # Safeguarded Newton at worst halves its bracket; 60 halvings exhaust float64.
 _NEWTON_STEPS = 60
 # Touching ellipsoids have f = 1 up to this rounding error. They count as intersecting.
@@ -163,9 +163,9 @@ def whitened_norms(
     covers a point therefore uses the arithmetic that later decides whether the ellipsoid contains the point.
     """
     squares = np.empty(len(z))
-    for start in range(0, len(z), _BLOCK_ROWS):
-        v = (z[start : start + _BLOCK_ROWS] - center) @ whitener.T
-        np.einsum("ij,ij->i", v, v, out=squares[start : start + _BLOCK_ROWS])
+    for start in range(0, len(z), BLOCK_ROWS):
+        v = (z[start : start + BLOCK_ROWS] - center) @ whitener.T
+        np.einsum("ij,ij->i", v, v, out=squares[start : start + BLOCK_ROWS])
     return np.sqrt(squares)
 
 
@@ -184,11 +184,11 @@ def column_norms(
     diagonal = np.diagonal(whitener)
     is_diagonal = np.count_nonzero(whitener) == np.count_nonzero(diagonal)
     squares = np.empty(columns.shape[1])
-    for start in range(0, len(squares), _BLOCK_ROWS):
-        v = columns[:, start : start + _BLOCK_ROWS] - center[:, None]
+    for start in range(0, len(squares), BLOCK_ROWS):
+        v = columns[:, start : start + BLOCK_ROWS] - center[:, None]
         v = np.multiply(v, diagonal[:, None], out=v) if is_diagonal else whitener @ v
         v *= v
-        v.sum(axis=0, out=squares[start : start + _BLOCK_ROWS])
+        v.sum(axis=0, out=squares[start : start + BLOCK_ROWS])
     return np.sqrt(squares, out=squares)
 
 

@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 
 from sepc_torch import TrustHead
 from sepc_torch.head import assess
+from sepc_torch.head.densities import fit_densities
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.labels import largest_logits, mask_missing
@@ -72,11 +73,13 @@ def check_search(rng: Rng) -> None:
     assert ((index >= 0) & (index < len(points))).all()
 
 
-def head_of(rng: Rng, **options: int) -> tuple[TrustHead, torch.Tensor, torch.Tensor]:
+def head_of(rng: Rng, repeated: int = 0, **options: int) -> tuple[TrustHead, torch.Tensor, torch.Tensor]:
     labels = np.arange(240) % 3
     x = rng.normal(size=(240, 5)) + 2.0 * np.eye(3, 5)[labels]
     head = TrustHead.fit(x, labels, dim=3, nan_policy="flag", **options)  # type: ignore[arg-type]
     held, logits = rng.normal(size=(120, 5)) + 2.0 * np.eye(3, 5)[labels[:120]], rng.normal(size=(120, 3))
+    for part in (held, logits):
+        part[: 3 * repeated] = np.tile(part[:3], (repeated, 1))  # of the same labels
     head.calibrate(held, labels[:120], logits)
     z = torch.from_numpy(rng.normal(size=(7, 5)) * 3.0).float()
     return head, z, torch.from_numpy(4.0 * rng.normal(size=(7, 3)))
@@ -125,6 +128,20 @@ def check_densities(rng: Rng) -> None:
     assert ((found - exact).abs() <= factor * (most - exact))[[0, 1, 3, 4, 5, 6]].all()
 
 
+def check_densities_of_tight_classes(rng: Rng) -> None:
+    """The stated accuracy holds for classes that are small against their distances, also if they are unbalanced."""
+    for spread in (0.1, 0.01, 0.001):
+        codes = np.repeat(np.arange(4), (200, 20, 20, 20))
+        points = 2.0 * rng.normal(size=(4, 9))[codes] + spread * rng.normal(size=(260, 9))
+        points = (points - points.mean(axis=0)) / points.std(axis=0)
+        model, _ = fit_densities(points, codes, np.full(260, -1))
+        z = torch.from_numpy(points[rng.permutation(260)[:64]] + 0.3 * spread * rng.normal(size=(64, 9))).float()
+        bank = split(model.bank.offsets, model.bank.whiteners)
+        found, exact = log_densities(z, model.bank.origin, bank, model.by_class), model(z)
+        factor, most = model.accuracy
+        assert ((found - exact).abs() <= factor * (most - exact)).all(), spread
+
+
 def check_assess(rng: Rng) -> None:
     """Calibrated values equal those of plain torch to float64's accuracy, also of refused rows and odd logits."""
     for options in ({}, {"reference_points": 0}):
@@ -149,8 +166,8 @@ def check_assess(rng: Rng) -> None:
 
 
 def check_open_rows(rng: Rng) -> None:
-    """Rows whose ranks the error of the densities could change are assessed with densities in float64."""
-    head, _, _ = head_of(rng)
+    """Rows whose ranks or decisions the error of the densities could change are assessed with densities in float64."""
+    head, _, _ = head_of(rng, repeated=10)
     assert head.evidence is not None
     assert head.calibration is not None
     z = torch.from_numpy(rng.normal(size=(100, 5)) * 2.0).float()
@@ -168,18 +185,24 @@ def check_open_rows(rng: Rng) -> None:
         bound = error * (accuracy[1] - exact.density)
         density = exact.density + bound * torch.from_numpy(rng.uniform(-0.9, 0.9, size=bound.shape))
         near, white, mahalanobis = ([] if part is None else [part] for part in exact[1:-1])
-        label, least = torch.arange(100) % 3, torch.tensor(0.3).double()
+        label = torch.arange(100) % 3
         logits: list[torch.Tensor] = []
-        rows = near, white, mahalanobis, logits, label, z.isnan().any(dim=1), least
-        given = density.clone()
-        columns, _ = assess_on_cuda(density, *rows, labels.tables(), tables)
-        expected, _ = assess.assess_plainly(exact.density, *rows, labels.plain.tensors())
-        again = (density != given).any(dim=1) & ~z.isnan().any(dim=1)
-        assert torch.allclose(density[again], exact.density[again], rtol=1e-12, atol=1e-12)
-        assert torch.equal(columns[1:3].nan_to_num(9.0), expected[1:3].nan_to_num(9.0))
-        assert torch.allclose(columns[:, again], expected[:, again], rtol=1e-11, atol=1e-12)
-        opened.append(int(again.sum()))
-    assert opened[0] < 20 < opened[1] <= 99
+        rows = near, white, mahalanobis, logits, label, z.isnan().any(dim=1)
+        plain = labels.plain.tensors()
+        joint = assess.assess_plainly(exact.density, *rows, torch.zeros(()).double(), plain)[0][4]
+        # The second thresholds lie on either side of the exact score, as close to it as the error may move it.
+        close = joint * (1.0 + error * torch.from_numpy(rng.uniform(-1.0, 1.0, size=100)))
+        for least in (torch.tensor(0.3).double(), close):
+            given = density.clone()
+            columns, accept = assess_on_cuda(given, *rows, least, labels.tables(), tables)
+            expected, accepted = assess.assess_plainly(exact.density, *rows, least, plain)
+            again = (density != given).any(dim=1) & ~z.isnan().any(dim=1)
+            assert torch.allclose(given[again], exact.density[again], rtol=1e-12, atol=1e-12)
+            assert torch.equal(columns[1:3].nan_to_num(9.0), expected[1:3].nan_to_num(9.0))
+            assert torch.equal(accept, accepted)
+            assert torch.allclose(columns[:, again], expected[:, again], rtol=1e-11, atol=1e-12)
+            opened.append(int(again.sum()))
+    assert opened[0] < 20 < opened[2] <= 99
 
 
 def check_labels(rng: Rng) -> None:
@@ -204,6 +227,14 @@ if __name__ == "__main__":
     count_by_tensors()
     generator = np.random.default_rng(int(sys.argv[1]))
     with torch.no_grad():
-        for check in (check_search, check_coordinates, check_densities, check_assess, check_open_rows, check_labels):
+        for check in (
+            check_search,
+            check_coordinates,
+            check_densities,
+            check_densities_of_tight_classes,
+            check_assess,
+            check_open_rows,
+            check_labels,
+        ):
             check(generator)
     sys.stdout.write("right\n")

@@ -35,6 +35,14 @@ def test_agrees_with_brute_force(rng: Rng, sizes: tuple[int, ...]) -> None:
     assert torch.allclose(Neighbours(points, codes)(z), by_brute_force(z, points, codes), rtol=1e-12)
 
 
+def test_tiny_points_in_float64() -> None:
+    """The square of the length times eps rounds to zero."""
+    points = torch.tensor([[0.0], [1e-158]], dtype=torch.float64)
+    near = Neighbours(points, torch.tensor([0, 1]))
+    assert not near.far_apart
+    assert near(points)[0, 0] == 0.0
+
+
 @pytest.mark.parametrize("ratio", [1e1, 1e3, 1e5])
 @pytest.mark.parametrize("classes", [4, 40])
 def test_clusters_far_apart(rng: Rng, ratio: float, classes: int) -> None:

@@ -60,6 +60,16 @@ def test_same_bits_as_all_distances(rng: Rng, dim: int, data: str) -> None:
         assert found.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.parametrize(("count", "dim"), [(4097, 1), (4097, 16), (6143, 24), (6143, 32), (2177, 100), (63, 3)])
+def test_the_last_block_has_the_same_bits(rng: Rng, count: int, dim: int) -> None:
+    """BLAS takes another path for one column, and another one for few columns than for many."""
+    points = np.asfortranarray(rng.normal(size=(count, dim)))
+    e = Ellipsoid(points[0], np.triu(rng.normal(size=(dim, dim))) + 4.0 * np.eye(dim))
+    rows = np.unique([*rng.integers(0, count, size=50), *range(max(count - 70, 0), count)])
+    found = _Distances([e], points, diagonal=dim == 1).distances(0, rows)
+    assert found.tobytes() == column_norms(points.T, e.center, e.whitener)[rows].tobytes()
+
+
 def test_few_points_are_measured(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     original, measured = _Distances.distances, []
 

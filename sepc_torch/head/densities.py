@@ -93,6 +93,8 @@ class RegionDensities(nn.Module):
         self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
         most = self.by_class.log_weight.amax() + math.log(len(self.codes))
         self.accuracy = torch.stack([torch.full_like(most, 2.0 * _DISTANCE_ERROR), most])
+        again = self.bank.prepared is not None and has_float64_products()
+        self.open_tables = [*self.wide, *self.by_class, self.accuracy] if again else []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -118,7 +120,7 @@ class RegionDensities(nn.Module):
         if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
             regions = list(self.by_class)
             found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
-            return found, [narrow, *self.wide, *regions, self.accuracy] if has_float64_products() else []
+            return found, [narrow, *self.open_tables] if self.open_tables else []
         origin, offsets, whiteners = self.wide
         offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
         distance = torch_ops.distances(offset, offsets, whiteners)
@@ -231,7 +233,12 @@ def fit_densities(
         owner = codes[inside][first]
     means, whiteners, weights, freedom = (np.concatenate(parts) for parts in zip(*levels, strict=True))
     densities = RegionDensities(
-        EllipsoidBank(torch.from_numpy(means), torch.from_numpy(whiteners)).to(dtype),
+        # The origin is zero: differences to a centre near a point are then exact, also in float32.
+        EllipsoidBank(
+            torch.from_numpy(means).to(dtype),
+            torch.from_numpy(whiteners).to(dtype),
+            torch.zeros(points.shape[1], dtype=dtype),
+        ),
         torch.from_numpy(weights - math.log(len(levels))).to(dtype),
         torch.from_numpy(freedom).to(dtype),
         torch.from_numpy(np.concatenate([np.arange(len(means) - len(owner)), owner])),

@@ -114,6 +114,8 @@ class Neighbours(nn.Module):
         within = torch.float64 if self.far_apart else dtype
         z = as_dtype(z.detach() if z.requires_grad else z, within)
         if self.tables and within == torch.float32:
+            if z.dim() != 2 or z.shape[1] != points.shape[1]:
+                raise ValueError(f"z must have shape (B, {points.shape[1]}), got {tuple(z.shape)}.")
             return _search(z, self.origin, points, self.tables)
         offset = torch_ops.relative(z, as_dtype(self.origin, within))
         points, half_squares = as_dtype(points, within), as_dtype(self.half_squares, within)
@@ -143,7 +145,8 @@ def _largest_rounding(offsets: Float[Tensor, "N D"]) -> float:
     apart[torch.arange(len(some)), some] = torch.inf
     typical = float(apart.amin(dim=1).median().square())
     largest = float(points.square().sum(dim=1).amax())
-    return _MAX_ERROR * typical / (torch.finfo(offsets.dtype).eps * largest) if typical > 0 else torch.inf
+    # Two divisions: the product of eps and a small length could round to zero.
+    return _MAX_ERROR * (typical / largest) / torch.finfo(offsets.dtype).eps if typical > 0 else torch.inf
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:

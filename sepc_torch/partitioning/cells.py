@@ -157,7 +157,7 @@ def ledger(
 ) -> Ledger:
     """Count the training points of each class in the cells of the ellipsoids and in expanded ellipsoids.
 
-    Besides the result, the memory is that of the points, of one batch of distances, and of one index per pair of a
+    Besides the result, the memory is that of the points, of one batch of distances, and of a few numbers per pair of a
     point and an ellipsoid that holds it.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, column_norms
+from sepc_torch.ellipsoid import BLOCK_ROWS, SURFACE_TOLERANCE, Ellipsoid, column_norms
 from sepc_torch.shapes import Array, Float, Int
 
 # Approximate squares of one batch of ellipsoids from the points of a class: 2 MiB, or the size of these points if that
@@ -24,7 +24,8 @@ from sepc_torch.shapes import Array, Float, Int
 _BATCH = 2**18
 # Products of features of one block of points: 1 MiB.
 _PRODUCTS = 2**17
-# BLAS computes columns in tiles, and rounds those after the last full tile differently. A multiple of common tiles.
+# BLAS computes columns in tiles, and rounds those after the last full tile in a way that depends on all columns of the
+# product; for these the last block of column_norms is measured again. A multiple of common tiles.
 _TILE = 64
 
 
@@ -148,10 +149,9 @@ class _Distances:
         center, whitener = self._ellipsoids[i].center, self._ellipsoids[i].whitener
         filled = np.append(rows, np.zeros(-len(rows) % _TILE, dtype=rows.dtype))
         found = column_norms(np.ascontiguousarray(self._points[filled].T), center, whitener)[: len(rows)]
-        last = len(self._points) // _TILE * _TILE
-        late = np.flatnonzero(rows >= last)
+        late = np.flatnonzero(rows >= len(self._points) // _TILE * _TILE)
         if len(late):
-            first = max(last - _TILE, 0)
+            first = (len(self._points) - 1) // BLOCK_ROWS * BLOCK_ROWS
             found[late] = column_norms(self._points[first:].T, center, whitener)[rows[late] - first]
         return found
 

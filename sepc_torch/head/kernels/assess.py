@@ -28,10 +28,8 @@ from sepc_torch.shapes import Bool, Float, Int
 _FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
 # Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
 _FAN = 5
-# A row is open if its joint score is as close to the threshold as this share of its distance to the largest score.
-_OPEN_SHARE = 2.0**-10
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
-            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, _OPEN_SHARE)  # fmt: skip
+            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING)  # fmt: skip
 
 
 @jit
@@ -134,7 +132,7 @@ def _log_survival(
     slope = tl.where(above > 0, 1.0 / (upper - lower), 0.0)
     slope = tl.where(searched + width >= upper, tl.maximum(slope, 1.0 / (after - upper)), slope)
     slope = tl.where((searched - width <= lower) & (above > 1), tl.maximum(slope, 1.0 / (lower - before)), slope)
-    slope /= count - rank
+    slope /= count - above
     within = (searched + width < tl.minimum(after, start)) & ((searched - width > before) | (above <= 2))
     slope = tl.where(x > start, 1.0 / excess, slope)
     within = tl.where(x > start, x - width > start, within)
@@ -172,6 +170,14 @@ def _logistic(softmax, regions, neighbours, model, has_softmax: tl.constexpr, ha
     value = tl.load(model + at + 1) * _log_sigmoid(score) - tl.load(model + at + 2) * _log_sigmoid(-score)
     value += tl.load(model + at + 3)
     return 1.0 / (1.0 + tl.exp(-value))
+
+
+@jit
+def _steepest(model, has_softmax: tl.constexpr, has_near: tl.constexpr):
+    """Bound of the slope of the logit of :func:`_logistic` in ``regions``."""
+    at: tl.constexpr = 1 if has_softmax else 0
+    bends = at + (2 if has_near else 1) + 1
+    return tl.abs(tl.load(model + at)) * tl.maximum(tl.abs(tl.load(model + bends)), tl.abs(tl.load(model + bends + 1)))
 
 
 @jit(do_not_specialize=["points", "most", "held_count", "class_width", "logit_stride"])
@@ -219,8 +225,10 @@ def _assess(
     softmax = regions
     energy = regions
     if has_logits:
-        odds, energy, _ = _odds(logits, live, row, index, logit_stride, classes, tl.load(temperature), bound, True)
-        softmax = tl.where(odds == odds, _asinh(odds), 0.0)
+        given_odds, energy, _ = _odds(
+            logits, live, row, index, logit_stride, classes, tl.load(temperature), bound, True
+        )
+        softmax = tl.where(given_odds == given_odds, _asinh(given_odds), 0.0)
         softmax = tl.minimum(tl.maximum(softmax, -most_softmax), most_softmax)
     refused = bad | (given < 0)
 
@@ -243,10 +251,9 @@ def _assess(
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
-        # The error of a log density that the distance kernel allows for; other kinds are exact.
         width = score * 0.0
         if find_open and j == 0:
-            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
+            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)  # the error of the largest log density
         log_share, change = _log_survival(
             ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, width, steps, fan
         )
@@ -256,8 +263,8 @@ def _assess(
         if find_open and j == 0:
             error = change * tl.maximum(weight, 1.0)
     score += beyond
-    typicality, _ = _log_survival(
-        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, score * 0.0, steps, fan
+    typicality, typicality_error = _log_survival(
+        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, error, steps, fan
     )
     lower = score - unit * (1.0 + tl.abs(score))
     below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
@@ -282,8 +289,13 @@ def _assess(
     threshold = tl.load(least + row * least_stride, mask=live, other=0.0)
     tl.store(accept + row, (joint >= threshold) & ~refused, mask=live)
     if find_open:
-        share = tl.load(numbers + 9)
-        is_open = is_open | (tl.abs(joint - threshold) <= share * joint * (2.0 - ranked - known))
+        # The log densities of the label and of the others are at least the largest one minus the size of the odds.
+        wide = 2.0 * tl.load(accuracy) * (tl.load(accuracy + 1) - densest + tl.abs(odds))
+        least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)
+        value_error = _steepest(ranking, has_logits, has_near) * wide / tl.sqrt(1.0 + least_odds * least_odds)
+        # A change t of the logit of a probability p changes p by at most the factor 1 + (1 - p) (exp(t) - 1).
+        either = (1.0 - ranked) * (tl.exp(value_error) - 1.0) + (1.0 - known) * (tl.exp(typicality_error) - 1.0)
+        is_open = is_open | ~(tl.abs(joint - threshold) > joint * either)
         is_open = is_open & live & ~refused
         one_each = is_open.to(tl.int32)
         place = tl.atomic_add(open_count, tl.sum(one_each)) + tl.cumsum(one_each) - one_each

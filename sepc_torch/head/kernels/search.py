@@ -161,7 +161,7 @@ def nearest_into(
 ) -> None:
     """Write the distance to the nearest point of every class, and the point's number, for rows in float32.
 
-    The points are ``origin`` plus ``offsets``, which are contiguous.
+    The points are ``origin`` plus ``offsets``; ``z`` and ``offsets`` are contiguous.
     """
     row_bytes = 8 * (len(tables.chunks) - 1) * tables.beside + 4 * tables.high.shape[1]
     step = max(_FEW_ROWS, _PIECE_BYTES // row_bytes)
@@ -183,7 +183,7 @@ def _piece_into(
     place = torch.empty(chunks * beside, points, dtype=torch.int32, device=z.device)
     _launch_split(
         (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z), aligned(origin)),
-        (z, origin, tables.scale, high, low, factor, points, dim, z.stride(0)),
+        (z, origin, tables.scale, high, low, factor, points, dim, dim),
         (TOP, block, blocks, _SPLIT_ROWS), num_warps=4,
     )  # fmt: skip
     rows = _FEW_ROWS if points < _MANY else 2 * _FEW_ROWS
@@ -199,6 +199,6 @@ def _piece_into(
     _launch_distance(
         (-(-points // _DISTANCE_ROWS), -(-classes // group), 1), (dim, aligned(z), aligned(origin)),
         (z, origin, offsets, tables.number, tables.ranges, best, place, distance, index,
-         points, dim, z.stride(0), classes),
+         points, dim, dim, classes),
         (beside, group, _FEATURES, _DISTANCE_ROWS), num_warps=4,
     )  # fmt: skip
