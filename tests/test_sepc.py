@@ -159,6 +159,21 @@ def test_copied_and_converted_models_predict_alike(model: tuple[SEPC, Partition,
     assert sepc.double()(x).trust.dtype == torch.float64
 
 
+def test_the_margin_at_a_centre_has_no_gradient(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(80, 3)) + np.repeat([[0.0], [4.0]], 40, axis=0)
+    model = SEPC.from_partition(partition(x, np.repeat([0, 1], 40)))
+    # The origin is zero, so that the distance to the centre is too.
+    model.bank.offsets, model.bank.origin = model.bank.centers, torch.zeros(3)
+    z = torch.cat([model.bank.centers[:1], torch.from_numpy(x[:5]).float()]).requires_grad_()
+    out = model(z)
+    assert out.distance[0] == 0.0
+    out.margin.sum().backward()
+    assert z.grad is not None
+    assert torch.equal(z.grad[0], torch.zeros(3))
+    assert z.grad.isfinite().all()
+    assert z.grad[1:].abs().sum() > 0
+
+
 def test_differentiable_in_z(model: tuple[SEPC, Partition, Tensor, Array]) -> None:
     sepc, _, x, _ = model
     z = (x[:5] + 0.1).requires_grad_()

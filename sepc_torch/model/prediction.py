@@ -135,11 +135,15 @@ def _margins_and_runners_up(
 ) -> tuple[Float[Tensor, "n B"], Int[Tensor, "n B"]]:
     """Ratio of the distance to the nearest other class to the distance to the label's class, and that other class.
 
-    The margin of ``bad`` rows, without a finite distance, is NaN, and no gradient flows through it.
+    The margin of ``bad`` rows, without a finite distance, is NaN. No gradient flows through it, nor through the margin
+    of a point at the centre of an ellipsoid of the label's class: it would overflow.
     """
     near = class_distance(distance if bad is None else torch.where(bad[:, None], 1.0, distance), training)
     near, index = near.expand(labels.shape[0], -1, -1), labels.unsqueeze(2)
     own = near.gather(2, index).squeeze(2)
     other, runner_up = near.scatter(2, index, torch.inf).min(dim=2)
-    margin = other / own.clamp_min(torch.finfo(own.dtype).tiny)
+    tiny = torch.finfo(own.dtype).tiny
+    margin = other / own.clamp_min(tiny)
+    if margin.requires_grad:
+        margin = torch.where(own < tiny**0.5, margin.detach(), margin)
     return margin if bad is None else torch.where(bad, torch.nan, margin), runner_up
