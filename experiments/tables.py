@@ -257,7 +257,9 @@ def _phases(growth: dict[str, Any]) -> str:
         rows.append([name, *(_thousands(r[key]) for r in runs), ""])
     header = ["50 classes, 16 dimensions", *(f"{_thousands(r['points'])} points" for r in runs), "exponent"]
     return (
-        f"Where the CPU time of `partition` goes as the number of points grows, on one thread:\n\n{table(header, rows)}"
+        "Where the CPU time of `partition` goes as the number of points grows, on one thread. Every column is a single "
+        "run on a shared machine, and the exponents change from run to run, also on either side of the goal:\n\n"
+        f"{table(header, rows)}"
     )
 
 
