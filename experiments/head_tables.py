@@ -65,17 +65,18 @@ def exact(part: dict[str, Any]) -> str:
     def differing(kind: str, *names: str) -> str:
         return spaced(sum(head[kind][name] for head in heads for name in names))
 
-    ranks = "p_value", "class_p_value"
+    ranks, scores = ("p_value", "class_p_value"), ("confidence", "strangeness", "joint")
+    lengths = "distance", "margin", "network_margin"
     return (
         f"On {spaced(part['rows'])} rows of each of {len(heads)} heads, kernels and plain torch differ in "
-        f"{differing('without_kernels', *DECISIONS)} decisions (labels, rules, trust, nearest ellipsoid, `accept`) and "
-        f"{differing('without_kernels', *ranks)} p-values. Densities have the accuracy of float32 except where that "
-        "could change one of these, so confidence, joint score and strangeness differ in their last digits. Of "
+        f"{differing('without_kernels', *DECISIONS)} decisions (labels, rules, trust, nearest ellipsoid, `accept`), "
+        f"{differing('without_kernels', *ranks)} p-values, {differing('without_kernels', *scores)} scores (confidence, "
+        f"strangeness, `joint`) and {differing('without_kernels', *lengths)} distances and margins. Of "
         f"{spaced(part['compared_on_the_cpu'])} rows of each head on the CPU, {differing('on_the_cpu', *DECISIONS)} "
-        f"decisions and {differing('on_the_cpu', *ranks)} p-values differ. Batches of 1 to 1000 rows and one large "
-        f"batch differ in {differing('batches', *DECISIONS, *ranks, 'joint')} decisions, p-values and joint scores of "
-        f"{spaced(part['compared_in_batches'])} rows of each head. Distances and margins of the classifier can differ "
-        "in their last digit."
+        f"decisions, {differing('on_the_cpu', *ranks)} p-values and {differing('on_the_cpu', *scores)} scores differ. "
+        f"Batches of 1 to 1000 rows and one large batch differ in {differing('batches', *DECISIONS, *ranks, *scores)} "
+        f"decisions, p-values and scores of {spaced(part['compared_in_batches'])} rows of each head. In the last two "
+        "comparisons distances and margins of the classifier can differ in their last digit."
     )
 
 

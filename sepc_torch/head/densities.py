@@ -103,29 +103,31 @@ class RegionDensities(nn.Module):
         return moved
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
-        """Return the log density of each point under each class, in float64."""
-        return self.with_tables(points)[0]
+        """Return the log density of each point under each class, in float64.
 
-    def with_tables(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
+        Points are first rounded to the dtype of the module, so that every device has the same.
+        """
+        # Distances in float64: in float32 their last digits would depend on the batch.
+        origin, offsets, whiteners = self.wide
+        offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
+        distance = torch_ops.distances(offset, offsets, whiteners)
+        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
+        return _log_densities(distance, *tables, self.classes)
+
+    def quick(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
         r"""Log densities and, where they come from a CUDA kernel, tables to compute those of single rows again.
 
         The kernel's distances have the accuracy of float32. A relative error e of :math:`d_k` changes
         :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
         :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
-        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`.
-
-        Elsewhere the distances are in float64: in float32 the last digits would depend on the batch. On every device
-        the points are first rounded to the dtype of the module.
+        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. Without a kernel the densities are those
+        of :meth:`forward`.
         """
         if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
             regions = list(self.by_class)
             found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
             return found, [narrow, *self.open_tables] if self.open_tables else []
-        origin, offsets, whiteners = self.wide
-        offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
-        distance = torch_ops.distances(offset, offsets, whiteners)
-        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
-        return _log_densities(distance, *tables, self.classes), []
+        return self(points), []
 
 
 def _class_log_densities(

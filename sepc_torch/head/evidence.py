@@ -18,6 +18,10 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 - energy, where logits are given: :math:`-\log \sum_c e^{l_c}` (Liu et al. 2020).
 
 :mod:`sepc_torch.head.strangeness` combines them.
+
+Densities enter through asinh of the log ratio of the regions and through the largest log density l. The former, and
+asinh of l, are rounded to grids (:func:`on_grid`). Densities on a CPU and on a GPU agree far below the steps of the
+grids, so that their scores are equal.
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ MAX_LOG_RATIO = 7.0
 ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 MAX_SOFTMAX = 10.0
+# Steps of the grids for asinh of the log odds and of the largest log density of the regions.
+ODDS_STEP, DENSITY_STEP = 2.0**-8, 2.0**-10
 
 
 class EvidenceValues(NamedTuple):
@@ -80,7 +86,7 @@ class Measurements(NamedTuple):
 
     def kinds(self) -> list[Float[Tensor, "B"]]:
         """The columns of the nonconformity."""
-        kinds = [-self.density.amax(dim=1)]
+        kinds = [-torch.sinh(on_grid(torch.asinh(self.density.amax(dim=1)), DENSITY_STEP))]
         if self.near is not None and self.white is not None:
             # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
             kinds += [self.near.amin(dim=1).double(), torch.where(self.white < ROUNDING, 0.0, self.white).double()]
@@ -193,11 +199,15 @@ class Evidence(nn.Module):
         """Names of the columns of the support."""
         return ("regions", "neighbours") if self.reference_points.ends else ("regions",)
 
-    def measure(self, z: Float[Tensor, "B D"]) -> Measurements:
-        """Return the measurements of embeddings that do not depend on a label, without gradients."""
+    def measure(self, z: Float[Tensor, "B D"], *, quick: bool = False) -> Measurements:
+        """Return the measurements of embeddings that do not depend on a label, without gradients.
+
+        With ``quick``, CUDA kernels compute the densities to the accuracy of float32, and ``regions`` has the tables
+        to compute them again (:meth:`RegionDensities.quick`).
+        """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.measure(z)
+                return self.measure(z, quick=quick)
         white, mahalanobis = None, None
         if self.tables and fits(z, self.tables):
             polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables)
@@ -207,7 +217,7 @@ class Evidence(nn.Module):
             polar, square = self.polar.with_square(z)
             white = self.white(z) if self.reference_points.ends else None
             mahalanobis = None if self.gaussian is None else self.gaussian(polar, square)
-        density, regions = self.densities.with_tables(polar)
+        density, regions = self.densities.quick(polar) if quick else (self.densities(polar), [])
         near = None
         if white is not None:
             near, white = self.reference_points(z), self.white_reference_points(white).squeeze(1)
@@ -249,13 +259,22 @@ def support_columns(
 ) -> list[Float[Tensor, "B"]]:
     """The columns of the support for labels: of logits in float64 if given, of densities, of neighbours if given."""
     if logits is None:
-        columns = [torch.asinh(log_odds(density, label))]
+        columns = [on_grid(torch.asinh(log_odds(density, label)), ODDS_STEP)]
     else:
         softmax, regions = torch.asinh(log_odds(torch.stack([logits, density]), label)).unbind()
-        columns = [_bounded(softmax), regions]
+        columns = [_bounded(softmax), on_grid(regions, ODDS_STEP)]
     if near is not None:
         columns.append(_log_ratio(near, label).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     return columns
+
+
+def on_grid(values: Float[Tensor, "B"], step: float) -> Float[Tensor, "B"]:
+    """The nearest multiples of a step.
+
+    >>> on_grid(torch.tensor([0.3, 0.5, -0.6]), 0.25)
+    tensor([ 0.2500,  0.5000, -0.5000])
+    """
+    return torch.floor(values / step + 0.5) * step
 
 
 def log_odds(score: Float[Tensor, "*k B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "*k B"]:

@@ -130,7 +130,7 @@ class HeadModule(nn.Module):
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         self._warn_if_stale(stacklevel=6)
-        given = evidence.measure(z), label, invalid, logits
+        given = evidence.measure(z, quick=calibration.done), label, invalid, logits
         found: Calibrated = calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
         return found
 

@@ -67,7 +67,9 @@ class Neighbours(nn.Module):
     ) -> None:
         super().__init__()
         if origin is None:
-            origin = points.mean(dim=0) if len(points) else points.new_zeros(points.shape[1])
+            # In float64, so that it is the same on every device.
+            mean = points.mean(dim=0, dtype=torch.float64).to(points.dtype)
+            origin = mean if len(points) else points.new_zeros(points.shape[1])
             points = points - origin
         self.register_buffer("origin", origin, persistent=persistent)
         self.register_buffer("offsets", points, persistent=persistent)

@@ -156,6 +156,11 @@ def _asinh(x: Tensor) -> Tensor:
     return ((wide + (wide * wide + 1.0).sqrt()).log() * x.sign().double()).to(x.dtype)
 
 
+def _sinh(x: Tensor) -> Tensor:
+    """Hyperbolic sine in the dtype of x; ONNX Runtime has it in float32 only."""
+    return (x.exp() - (-x).exp()) / 2.0
+
+
 def _log1p(x: Tensor) -> Tensor:
     """The logarithm of 1 + x in float64: ONNX has no log1p, and 1 + x in float32 loses the digits of a small x."""
     return (x.double() + 1.0).log().to(x.dtype)
@@ -195,6 +200,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     **OPAQUE,
     torch.searchsorted: _search,
     torch.asinh: _asinh,
+    torch.sinh: _sinh,
     torch.log1p: _log1p,
     torch.nn.functional.logsigmoid: _log_sigmoid,
     torch.Tensor.nan_to_num: _nan_to_num,

@@ -3,8 +3,9 @@
 A program takes a block of rows. Sorted calibration scores are searched by bisection. All arithmetic is in float64;
 constants come in tensors, since the compiler may take the numbers of a kernel's source for float32.
 
-Densities from the distance kernel have the accuracy of float32. A row is *open* if their error could change its
-p-values or whether it is accepted. The first launch lists the open rows; their densities are computed again in float64
+Densities from the distance kernel have the accuracy of float32. Values depend on them only through two numbers that are
+rounded to a grid (:func:`sepc_torch.head.evidence.on_grid`). A row is *open* if the error could move one of them to
+another grid point. The first launch lists the open rows; their densities are computed again in float64
 (:mod:`sepc_torch.head.kernels.mixtures`), and a second launch assesses them again.
 """
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.evidence import MAX_LOG_RATIO, MAX_SOFTMAX, ROUNDING
+from sepc_torch.head.evidence import DENSITY_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
 from sepc_torch.head.kernels.mixtures import exact_log_densities
 from sepc_torch.head.kernels.tables import OpenTables
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
@@ -29,7 +30,8 @@ _FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
 # Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
 _FAN = 5
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
-            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING)  # fmt: skip
+            torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, ODDS_STEP,
+            DENSITY_STEP)  # fmt: skip
 
 
 @jit
@@ -39,6 +41,14 @@ def _asinh(x):
     near = tl.log(size + tl.sqrt(size * size + 1.0))
     value = tl.where(size < 1e150, near, tl.log(size) + tl.log(size * 0.0 + 2.0))
     return tl.where(x < 0.0, -value, value)
+
+
+@jit
+def _on_grid(x, step, error):
+    """The multiple of ``step`` nearest to x, and whether a change of x by ``error`` could lead to another one."""
+    place = x / step + 0.5
+    below = tl.floor(place)
+    return below * step, ~(tl.minimum(place - below, below + 1.0 - place) > error / step)
 
 
 @jit
@@ -104,14 +114,8 @@ def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
 
 
 @jit
-def _log_survival(
-    table, constants, x, live, resolution, deepest, count, width, steps: tl.constexpr, fan: tl.constexpr
-):  # fmt: skip
-    """The function of :func:`sepc_torch.head.strangeness.log_survival`, and a bound of its change.
-
-    If x changes by less than ``width``, the result changes by less than the width times the steepest slope that is
-    reached. The bound is infinite if that is beyond the next interval of the table.
-    """
+def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr, fan: tl.constexpr):
+    """The function of :func:`sepc_torch.head.strangeness.log_survival`."""
     start, excess = tl.load(constants), tl.load(constants + 1)
     scale, share = tl.load(constants + 2), tl.load(constants + 3)
     finite = (x == x) & (tl.abs(x) < float("inf"))
@@ -125,26 +129,7 @@ def _log_survival(
     rank = tl.where(above > 0, (above - 1).to(tl.float64) + fraction, 0.0)
     inside = tl.log((count + 1 - rank) / (count + 1).to(tl.float64))
     outside = share - (x - start) / excess
-    value = tl.maximum(tl.where(x > start, outside, inside), -deepest)
-    # Slopes of this interval and, where the width reaches it, of the next one on either side.
-    before = tl.load(table + tl.maximum(above - 2, 0), mask=live, other=0.0)
-    after = tl.load(table + tl.minimum(above + 1, count - 1), mask=live, other=0.0)
-    slope = tl.where(above > 0, 1.0 / (upper - lower), 0.0)
-    slope = tl.where(searched + width >= upper, tl.maximum(slope, 1.0 / (after - upper)), slope)
-    slope = tl.where((searched - width <= lower) & (above > 1), tl.maximum(slope, 1.0 / (lower - before)), slope)
-    slope /= count - above
-    within = (searched + width < tl.minimum(after, start)) & ((searched - width > before) | (above <= 2))
-    slope = tl.where(x > start, 1.0 / excess, slope)
-    within = tl.where(x > start, x - width > start, within)
-    return value, tl.where(within, width * slope, float("inf"))
-
-
-@jit
-def _beside_a_rank(table, count, below, x, error, live):
-    """Whether x is as close to one of its neighbours in sorted lists as its error."""
-    before = tl.load(table + tl.maximum(below - 1, 0), mask=live & (below > 0), other=float("-inf"))
-    after = tl.load(table + tl.minimum(below, count - 1), mask=live & (below < count), other=float("inf"))
-    return (x - before <= error) | (after - x <= error)
+    return tl.maximum(tl.where(x > start, outside, inside), -deepest)
 
 
 @jit
@@ -172,14 +157,6 @@ def _logistic(softmax, regions, neighbours, model, has_softmax: tl.constexpr, ha
     return 1.0 / (1.0 + tl.exp(-value))
 
 
-@jit
-def _steepest(model, has_softmax: tl.constexpr, has_near: tl.constexpr):
-    """Bound of the slope of the logit of :func:`_logistic` in ``regions``."""
-    at: tl.constexpr = 1 if has_softmax else 0
-    bends = at + (2 if has_near else 1) + 1
-    return tl.abs(tl.load(model + at)) * tl.maximum(tl.abs(tl.load(model + bends)), tl.abs(tl.load(model + bends + 1)))
-
-
 @jit(do_not_specialize=["points", "most", "held_count", "class_width", "logit_stride"])
 def _assess(
     density, near, white, mahalanobis, logits, label, invalid, least,
@@ -203,11 +180,24 @@ def _assess(
     bound, most_softmax, most_ratio = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     score_unit, unit, end = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
     tiny, deepest, rounding = tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 8)
+    odds_step, density_step = tl.load(numbers + 9), tl.load(numbers + 10)
     one = bound * 0.0 + 1.0
 
     odds, _, densest = _odds(density, live, row, index, classes, classes, one, bound, False)
     bad = tl.load(invalid + row, mask=live, other=0).to(tl.int1) | (odds != odds)
-    regions = _asinh(odds)
+    odds_error, density_error = odds * 0.0, odds * 0.0
+    if find_open:
+        # Of a log density l: accuracy[0] (accuracy[1] - l). The log densities of the label and of the others are at
+        # least the largest one minus the size of the odds. asinh has the slope 1 / sqrt(1 + x^2).
+        density_error = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
+        wide = 2.0 * (density_error + tl.load(accuracy) * tl.abs(odds))
+        least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)
+        odds_error = wide / tl.sqrt(1.0 + least_odds * least_odds)
+        least_density = tl.maximum(tl.abs(densest) - density_error, 0.0)
+        density_error /= tl.sqrt(1.0 + least_density * least_density)
+    regions, odds_open = _on_grid(_asinh(odds), odds_step, odds_error)
+    densest, density_open = _on_grid(_asinh(densest), density_step, density_error)
+    densest = (tl.exp(densest) - tl.exp(-densest)) * 0.5
     neighbours = regions
     nearest = regions
     if has_near:
@@ -235,7 +225,6 @@ def _assess(
     score = regions * 0.0
     score = tl.where(score == score, score, 0.0)
     beyond = score
-    error = score  # how far the score may be off
     for j in tl.static_range(kind_count):
         # The kinds of evidence.Evidence.kinds, in this order.
         if has_energy and j == kind_count - 1:
@@ -251,31 +240,17 @@ def _assess(
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
-        width = score * 0.0
-        if find_open and j == 0:
-            width = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)  # the error of the largest log density
-        log_share, change = _log_survival(
-            ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, width, steps, fan
-        )
-        surprise, weight = -log_share, tl.load(weights + j)
-        score += weight * tl.minimum(surprise, end)
+        surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan)
+        score += tl.load(weights + j) * tl.minimum(surprise, end)
         beyond += tl.maximum(surprise - end, 0.0)
-        if find_open and j == 0:
-            error = change * tl.maximum(weight, 1.0)
     score += beyond
-    typicality, typicality_error = _log_survival(
-        combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, error, steps, fan
-    )
+    typicality = _log_survival(combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan)
     lower = score - unit * (1.0 + tl.abs(score))
     below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
-    if find_open:
-        is_open = _beside_a_rank(held, held_count, below, lower, error, live)
     p_value = (held_count + 1 - below).to(tl.float64) / (held_count + 1).to(tl.float64)
     number = tl.load(class_counts + index, mask=live, other=0).to(tl.int32)
     table = by_class + index.to(tl.int64) * class_width
     below = _below(table, class_width + index * 0, lower, live, class_steps, fan)
-    if find_open:
-        is_open = is_open | _beside_a_rank(table, class_width, below, lower, error, live)
     p_class = (1 + tl.maximum(number - below, 0)).to(tl.float64) / (number + 1).to(tl.float64)
     known = 1.0 / (1.0 + tl.exp(tl.log(tl.load(unknown_odds)) - typicality))
     ranked = _logistic(softmax, regions, neighbours, ranking, has_logits, has_near)
@@ -289,14 +264,7 @@ def _assess(
     threshold = tl.load(least + row * least_stride, mask=live, other=0.0)
     tl.store(accept + row, (joint >= threshold) & ~refused, mask=live)
     if find_open:
-        # The log densities of the label and of the others are at least the largest one minus the size of the odds.
-        wide = 2.0 * tl.load(accuracy) * (tl.load(accuracy + 1) - densest + tl.abs(odds))
-        least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)
-        value_error = _steepest(ranking, has_logits, has_near) * wide / tl.sqrt(1.0 + least_odds * least_odds)
-        # A change t of the logit of a probability p changes p by at most the factor 1 + (1 - p) (exp(t) - 1).
-        either = (1.0 - ranked) * (tl.exp(value_error) - 1.0) + (1.0 - known) * (tl.exp(typicality_error) - 1.0)
-        is_open = is_open | ~(tl.abs(joint - threshold) > joint * either)
-        is_open = is_open & live & ~refused
+        is_open = (odds_open | density_open) & live & ~refused
         one_each = is_open.to(tl.int32)
         place = tl.atomic_add(open_count, tl.sum(one_each)) + tl.cumsum(one_each) - one_each
         tl.store(open_rows + place, row, mask=is_open)
