@@ -19,9 +19,9 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 
 :mod:`sepc_torch.head.strangeness` combines them.
 
-Densities enter through asinh of the log ratio of the regions and through the largest log density l. The former, and
-asinh of l, are rounded to grids (:func:`on_grid`). Densities on a CPU and on a GPU agree far below the steps of the
-grids, so that their scores are equal.
+Numbers that a CPU and a GPU, or two batches, could compute with other last digits are rounded to grids
+(:func:`on_grid`): asinh of the log ratio of the regions, asinh of the largest log density, and the logs of the distances
+to reference points. They agree far below the steps of the grids, so that scores are equal.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ MAX_LOG_RATIO = 7.0
 ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 MAX_SOFTMAX = 10.0
-# Steps of the grids for asinh of the log odds and of the largest log density of the regions.
-ODDS_STEP, DENSITY_STEP = 2.0**-8, 2.0**-10
+# Steps of the grids for asinh of the log odds of the regions, asinh of the largest log density, and log distances.
+ODDS_STEP, DENSITY_STEP, DISTANCE_STEP = 2.0**-8, 2.0**-10, 2.0**-10
 
 
 class EvidenceValues(NamedTuple):
@@ -89,7 +89,8 @@ class Measurements(NamedTuple):
         kinds = [-torch.sinh(on_grid(torch.asinh(self.density.amax(dim=1)), DENSITY_STEP))]
         if self.near is not None and self.white is not None:
             # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
-            kinds += [self.near.amin(dim=1).double(), torch.where(self.white < ROUNDING, 0.0, self.white).double()]
+            both = torch.stack([self.near.amin(dim=1), torch.where(self.white < ROUNDING, 0.0, self.white)])
+            kinds += on_grid(both.double().log(), DISTANCE_STEP).exp().unbind()
         if self.mahalanobis is not None:
             kinds.append(self.mahalanobis)
         return kinds
@@ -268,7 +269,7 @@ def support_columns(
     return columns
 
 
-def on_grid(values: Float[Tensor, "B"], step: float) -> Float[Tensor, "B"]:
+def on_grid(values: Float[Tensor, "*k B"], step: float) -> Float[Tensor, "*k B"]:
     """The nearest multiples of a step.
 
     >>> on_grid(torch.tensor([0.3, 0.5, -0.6]), 0.25)
@@ -311,7 +312,8 @@ def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Ten
     r"""Log ratio :math:`\log \frac{d_{\ne c}}{d_c}` of the distances to the nearest other class and to the label's."""
     index = label.unsqueeze(1)
     both = torch.cat([near.scatter(1, index, torch.inf).amin(dim=1, keepdim=True), near.gather(1, index)], dim=1)
-    other, own = both.double().clamp_min(torch.finfo(near.dtype).tiny).log().unbind(dim=1)
+    logs = on_grid(both.double().clamp_min(torch.finfo(near.dtype).tiny).log(), DISTANCE_STEP)
+    other, own = logs.unbind(dim=1)
     return other - own
 
 

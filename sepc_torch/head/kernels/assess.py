@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.evidence import DENSITY_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
+from sepc_torch.head.evidence import DENSITY_STEP, DISTANCE_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
 from sepc_torch.head.kernels.mixtures import exact_log_densities
 from sepc_torch.head.kernels.tables import OpenTables
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
@@ -31,7 +31,7 @@ _FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
 _FAN = 5
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
             torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, ODDS_STEP,
-            DENSITY_STEP)  # fmt: skip
+            DENSITY_STEP, DISTANCE_STEP)  # fmt: skip
 
 
 @jit
@@ -49,6 +49,13 @@ def _on_grid(x, step, error):
     place = x / step + 0.5
     below = tl.floor(place)
     return below * step, ~(tl.minimum(place - below, below + 1.0 - place) > error / step)
+
+
+@jit
+def _distance_on_grid(distance, step):
+    """The distance whose log is on the grid; a distance of zero stays zero."""
+    value, _ = _on_grid(tl.log(distance), step, 0.0)
+    return tl.exp(value)
 
 
 @jit
@@ -180,7 +187,7 @@ def _assess(
     bound, most_softmax, most_ratio = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     score_unit, unit, end = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
     tiny, deepest, rounding = tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 8)
-    odds_step, density_step = tl.load(numbers + 9), tl.load(numbers + 10)
+    odds_step, density_step, distance_step = tl.load(numbers + 9), tl.load(numbers + 10), tl.load(numbers + 11)
     one = bound * 0.0 + 1.0
 
     odds, _, densest = _odds(density, live, row, index, classes, classes, one, bound, False)
@@ -208,8 +215,10 @@ def _assess(
             own = tl.where(index == c, d, own)
             bad = bad | (d != d)
             other = tl.where(index == c, other, tl.minimum(other, d))
-        nearest = tl.minimum(own, other)
-        neighbours = tl.log(tl.maximum(other, tiny)) - tl.log(tl.maximum(own, tiny))
+        nearest = _distance_on_grid(tl.minimum(own, other), distance_step)
+        to_other, _ = _on_grid(tl.log(tl.maximum(other, tiny)), distance_step, 0.0)
+        to_own, _ = _on_grid(tl.log(tl.maximum(own, tiny)), distance_step, 0.0)
+        neighbours = to_other - to_own
         bad = bad | (neighbours != neighbours)
         neighbours = tl.minimum(tl.maximum(neighbours, -most_ratio), most_ratio)
     softmax = regions
@@ -236,7 +245,7 @@ def _assess(
                 x = nearest
             elif has_near and j == 2:
                 x = tl.load(white + row, mask=live, other=0.0).to(tl.float64)
-                x = tl.where(x < rounding, 0.0, x)
+                x = _distance_on_grid(tl.where(x < rounding, 0.0, x), distance_step)
             else:
                 x = tl.load(mahalanobis + row, mask=live, other=0.0)
             x = tl.where(refused, float("nan"), x)
