@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.head.evidence import Evidence, EvidenceValues, fit_evidence, log_odds, pieces_of, with_softmax
+from sepc_torch.head.evidence import (
+    DENSITY_STEP,
+    DISTANCE_STEP,
+    ODDS_STEP,
+    Evidence,
+    EvidenceValues,
+    fit_evidence,
+    log_odds,
+    on_grid,
+    pieces_of,
+    with_softmax,
+)
 from sepc_torch.head.passes import _choose_reference_points, first_pass, second_pass
 from sepc_torch.head.projection import fit_projection, projection_from
 from sepc_torch.head.sources import ArraySource
@@ -148,11 +159,34 @@ def test_the_neighbours_column_is_the_trust_score(rng: Rng) -> None:
     own = codes == label[:, None]
     ratio = each.masked_fill(own, torch.inf).amin(dim=1) / each.masked_fill(~own, torch.inf).amin(dim=1)
     values = evidence(z, label)
-    assert torch.allclose(values.support[:, 1].double(), ratio.log(), atol=1e-4)
-    assert torch.allclose(values.nonconformity[:, 1].double(), each.amin(dim=1), atol=1e-4)
+    # Each of the two logs is rounded by at most half a step.
+    assert torch.allclose(values.support[:, 1], ratio.log(), rtol=0.0, atol=DISTANCE_STEP + 1e-5)
+    assert (values.support[:, 1] % DISTANCE_STEP == 0).all()
+    assert torch.allclose(values.nonconformity[:, 1], each.amin(dim=1), rtol=0.51 * DISTANCE_STEP, atol=0.0)
     white = fit_projection(points.double().numpy(), codes.numpy(), 64, None, "pca", torch.float64)
     unit = torch.cdist(white(z.double()), white(points.double())).amin(dim=1)
-    assert torch.allclose(values.nonconformity[:, 2].double(), unit, atol=1e-4)
+    assert torch.allclose(values.nonconformity[:, 2], unit, rtol=0.51 * DISTANCE_STEP, atol=1e-5)
+
+
+def test_what_depends_on_rounding_lies_on_grids(rng: Rng) -> None:
+    """Columns of densities are the nearest multiples of their steps, so changes far below a step change nothing."""
+    evidence, _, _ = fitted(rng)
+    z = torch.from_numpy(5.0 * rng.normal(size=(200, 6))).float()
+    label = torch.from_numpy(rng.integers(0, 3, 200))
+    measured = evidence.measure(z)
+    values = evidence.values(measured, label)
+    exact = torch.asinh(log_odds(measured.density, label)), torch.asinh(measured.density.amax(dim=1))
+    for found, expected, step in (
+        (values.support[:, 0], exact[0], ODDS_STEP),
+        (-torch.asinh(values.nonconformity[:, 0]), exact[1], DENSITY_STEP),
+    ):
+        steps = found / step
+        assert torch.allclose(steps, steps.round(), rtol=0.0, atol=1e-9)
+        assert ((found - expected).abs() <= step / 2 + 1e-12).all()
+        assert torch.allclose(on_grid(expected, step), found, rtol=1e-12)
+    other = evidence.values(measured._replace(density=measured.density * (1.0 + 1e-13)), label)
+    assert torch.equal(other.support, values.support)
+    assert torch.equal(other.nonconformity, values.nonconformity)
 
 
 def test_a_training_point_has_the_largest_support(rng: Rng) -> None:
@@ -256,4 +290,4 @@ def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None
     b = evidence_of(scale * points, codes, codes, 1000)(scale * z, label)
     assert torch.allclose(a.support, b.support, atol=0.01)
     units = torch.tensor([1.0, scale, 1.0, 1.0])
-    assert torch.allclose(a.nonconformity * units, b.nonconformity, rtol=1e-3)
+    assert torch.allclose(a.nonconformity * units, b.nonconformity, rtol=2 * DENSITY_STEP)

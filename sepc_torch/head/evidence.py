@@ -19,9 +19,9 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 
 :mod:`sepc_torch.head.strangeness` combines them.
 
-Numbers that a CPU and a GPU, or two batches, could compute with other last digits are rounded to grids
-(:func:`on_grid`): asinh of the log ratio of the regions, asinh of the largest log density, and the logs of the distances
-to reference points. They agree far below the steps of the grids, so that scores are equal.
+Numbers whose last digits could depend on the device or the batch are rounded to grids (:func:`on_grid`): asinh of the
+log ratio of the regions, asinh of the largest log density, and logs of distances to reference points. They agree far
+below the steps of the grids, so that scores are equal.
 """
 
 from __future__ import annotations
