@@ -124,7 +124,7 @@ def check_densities(rng: Rng) -> None:
     found, exact = log_densities(points, model.bank.origin, bank, model.by_class), model(points)
     assert found[2].isnan().all()
     assert exact[2].isnan().all()
-    factor, most = model.accuracy
+    factor, most = model.accuracy()
     assert ((found - exact).abs() <= factor * (most - exact))[[0, 1, 3, 4, 5, 6]].all()
 
 
@@ -138,8 +138,25 @@ def check_densities_of_tight_classes(rng: Rng) -> None:
         z = torch.from_numpy(points[rng.permutation(260)[:64]] + 0.3 * spread * rng.normal(size=(64, 9))).float()
         bank = split(model.bank.offsets, model.bank.whiteners)
         found, exact = log_densities(z, model.bank.origin, bank, model.by_class), model(z)
-        factor, most = model.accuracy
+        factor, most = model.accuracy()
         assert ((found - exact).abs() <= factor * (most - exact)).all(), spread
+
+
+def check_densities_of_thin_classes(rng: Rng) -> None:
+    """The stated accuracy holds for classes that are thin in some directions and wide in others, all of them mixed."""
+    for dim, classes, spread in ((4, 2, 1e-3), (9, 4, 1e-3), (9, 4, 1e-2), (16, 10, 1e-3), (6, 3, 0.03)):
+        codes = np.arange(60 * classes) % classes
+        points = rng.normal(size=(len(codes), dim))
+        points[:, : classes - 1] *= spread
+        points[:, : classes - 1] += rng.normal(size=(classes, classes - 1))[codes]
+        points = (points - points.mean(axis=0)) / points.std(axis=0)
+        points = points @ np.linalg.qr(rng.normal(size=(dim, dim)))[0]
+        model, _ = fit_densities(points, codes, np.full(len(codes), -1))
+        z = torch.from_numpy(points[rng.permutation(len(codes))[:64]]).float()
+        bank = split(model.bank.offsets, model.bank.whiteners)
+        found, exact = log_densities(z, model.bank.origin, bank, model.by_class), model(z)
+        factor, most = model.accuracy()
+        assert ((found - exact).abs() <= factor * (most - exact)).all(), (dim, classes, spread)
 
 
 def check_assess(rng: Rng) -> None:
@@ -178,16 +195,20 @@ def check_open_rows(rng: Rng) -> None:
     exact = head.evidence.measure(z)._replace(density=densities(polar))
     opened = []
     for error in (1e-6, 2e-4):
-        accuracy = torch.stack([torch.tensor(error).double(), densities.accuracy[1]])
+        accuracy = torch.stack([torch.tensor(error).double(), densities.accuracy()[1]])
         origin, offsets, whiteners = densities.wide
         regions = origin, offsets, upper_triangular(whiteners), *densities.by_class
         tables = OpenTables(polar, *regions, accuracy)
         bound = error * (accuracy[1] - exact.density)
-        density = exact.density + bound * torch.from_numpy(rng.uniform(-0.9, 0.9, size=bound.shape))
+        # Errors of opposite sign of the label's density and the others change the log odds most.
+        label = torch.arange(100) % 3
+        sign = torch.where(torch.nn.functional.one_hot(label, bound.shape[1]) == 1, 1.0, -1.0)
+        sign *= torch.from_numpy(rng.choice([-0.95, 0.95], size=(100, 1)))
+        density = exact.density + bound * sign
         near, white, mahalanobis = ([] if part is None else [part] for part in exact[1:-1])
         logits: list[torch.Tensor] = []
         least = torch.tensor(0.3).double()
-        rows = near, white, mahalanobis, logits, torch.arange(100) % 3, z.isnan().any(dim=1), least
+        rows = near, white, mahalanobis, logits, label, z.isnan().any(dim=1), least
         given = density.clone()
         columns, accept = assess_on_cuda(given, *rows, labels.tables(), tables)
         expected, accepted = assess.assess_plainly(exact.density, *rows, labels.plain.tensors())
@@ -227,6 +248,7 @@ if __name__ == "__main__":
             check_densities,
             check_densities_of_tight_classes,
             check_assess,
+            check_densities_of_thin_classes,
             check_open_rows,
             check_labels,
         ):

@@ -245,6 +245,28 @@ def test_older_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypatch: pyte
     assert same(other(batch(x)), current(batch(x)))
 
 
+def test_a_calibration_of_unrounded_scores_is_stale(rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files and checkpoints of older versions, also after they are saved again; a new calibration ends it."""
+    head, other, path = fit(rng), fit(rng), tmp_path / "head.safetensors"
+    points = draw(rng, 100)
+    head.calibrate(*points)
+    options = head.get_extra_state()
+    assert options.pop("rounded")
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "get_extra_state", lambda: options)
+        head.save(path)
+        other.load_state_dict(head.state_dict())
+    loaded = TrustHead.load(path)
+    loaded.save(path)
+    for old in (other, loaded, TrustHead.load(path)):
+        with pytest.warns(UserWarning, match="stale: an older version made it.*call head.calibrate again"):
+            old(batch(points[0]))
+        old(batch(points[0]))
+    loaded.calibrate(*points)
+    loaded.save(path)
+    TrustHead.load(path)(batch(points[0]))
+
+
 def test_a_lower_risk_accepts_less(rng: Rng) -> None:
     head = fit(rng)
     head.calibrate(*draw(rng, 1000))

@@ -2,8 +2,9 @@ r"""Calibrated values of labels from the measurements of points: one operator, i
 
 For a label c and its point, with the tables of a calibration,
 
-1. the support x is asinh of softmax's log odds for c, asinh of the log odds of the class densities (rounded to a grid),
-   and the log ratio of the distances to the nearest reference points of other classes and of c;
+1. the support x is asinh of softmax's log odds for c, asinh of the log odds of the class densities, and the log ratio
+   of the distances to the nearest reference points of other classes and of c, the last two rounded to grids
+   (:mod:`sepc_torch.head.evidence`);
 2. the confidence is the beta-calibrated logistic of x (:mod:`sepc_torch.head.confidence`);
 3. the nonconformity score s combines all kinds (:mod:`sepc_torch.head.strangeness`), its p-values are the shares of
    ranked calibration points with a score at least as large (:mod:`sepc_torch.head.conformal`);

@@ -65,7 +65,7 @@ class CalibratedHead(HeadModule):
             rank_fraction = hold_out
         rank_fraction, seed = check_share(rank_fraction, "rank_fraction"), count(seed, "seed")
         points = numeric_points(feature_columns(self._encoded(embeddings), self.feature_names), "embeddings")[0]
-        z = torch.tensor(points, dtype=torch.float32, device=self.sepc.codes.device)
+        z = torch.tensor(points, dtype=self.projection.shift.dtype, device=self.sepc.codes.device)
         codes = class_codes(labels, self.classes, len(z), z.device)
         if len(z) < LEAST_CALIBRATION:
             raise ValueError(
@@ -80,7 +80,7 @@ class CalibratedHead(HeadModule):
         )
         self.calibration = calibration.to(z.device)
         self.training_set = None if self.training_set is None else self.training_set.calibrated()
-        self._stale_warned = False
+        self._stale_warned, self._rounded = False, True
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 

@@ -38,9 +38,11 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
-# Bound of the relative error of a distance of the CUDA kernel: about eight times the usual error, and twice the largest
-# one of 10^5 points of five heads.
-_DISTANCE_ERROR = 2.0**-20
+# Relative error of a distance of the CUDA kernel, in general and per unit of the amplification of a whitener: about
+# twice the largest that was measured, of heads of networks and of classes a thousand times as wide as thin.
+_DISTANCE_ERROR, _AMPLIFIED_ERROR = 2.0**-20, 0.1 * 2.0**-20
+# Steps of the power iteration for the largest singular value of a matrix.
+_POWER_STEPS = 20
 
 
 class ClassSpread(NamedTuple):
@@ -91,16 +93,22 @@ class RegionDensities(nn.Module):
         if self.bank.prepared is not None:  # CUDA kernels take half of the matrix
             whiteners = upper_triangular(whiteners)
         self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
-        most = self.by_class.log_weight.amax() + math.log(len(self.codes))
-        self.accuracy = torch.stack([torch.full_like(most, 2.0 * _DISTANCE_ERROR), most])
         again = self.bank.prepared is not None and has_float64_products()
-        self.open_tables = [*self.wide, *self.by_class, self.accuracy] if again else []
+        self.open_tables = [*self.wide, *self.by_class, self.accuracy()] if again else []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not self.codes.is_meta:
             self._derive()
         return moved
+
+    def accuracy(self) -> Float[Tensor, "2"]:
+        """A factor a and a log density b: a log density l of the CUDA kernel is off by less than a (b - l).
+
+        See :meth:`quick`.
+        """
+        error = (_AMPLIFIED_ERROR * _amplification(self.wide[2]).amax()).clamp_min(_DISTANCE_ERROR)
+        return torch.stack([2.0 * error, self.by_class.log_weight.amax() + math.log(len(self.codes))])
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
         """Return the log density of each point under each class, in float64.
@@ -120,14 +128,28 @@ class RegionDensities(nn.Module):
         The kernel's distances have the accuracy of float32. A relative error e of :math:`d_k` changes
         :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
         :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
-        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. Without a kernel the densities are those
-        of :meth:`forward`.
+        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. Without a kernel, or if it cannot compute
+        in float64, the densities are those of :meth:`forward`.
         """
-        if points.is_cuda and (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
-            regions = list(self.by_class)
-            found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
-            return found, [narrow, *self.open_tables] if self.open_tables else []
-        return self(points), []
+        if not self.open_tables or not (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
+            return self(points), []
+        regions = list(self.by_class)
+        found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
+        return found, [narrow, *self.open_tables]
+
+
+def _amplification(whiteners: Float[Tensor, "K R R"]) -> Float[Tensor, "K"]:
+    r"""How much :math:`y = W (x - c)` can amplify rounding errors: :math:`\|D W^{-1}\|_2`, at least 1.
+
+    D is the diagonal matrix of the lengths of the columns of W. Errors u of the products change y by about
+    :math:`u \|D (x - c)\| \le u \|D W^{-1}\|_2 \|y\|`. The matrix norm comes from a power iteration.
+    """
+    matrix = torch.linalg.inv(whiteners) * torch.linalg.vector_norm(whiteners, dim=1).unsqueeze(2)
+    vector = torch.linalg.vector_norm(matrix, dim=1).unsqueeze(2)
+    for _ in range(_POWER_STEPS):
+        vector = matrix.mT @ (matrix @ vector)
+        vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+    return torch.linalg.vector_norm(matrix @ vector, dim=1).squeeze(1)
 
 
 def _class_log_densities(

@@ -1,8 +1,7 @@
 r"""Evidence for a label (class densities, nearest training points), and nonconformity scores of a point.
 
 The paper's trust counts the training points of a region. It explains a prediction, but it is 1 in most places and
-cannot rank points there. Two log ratios can rank. Both are continuous in the point and compare the class c of the label
-with all other classes:
+cannot rank points there. Two log ratios can rank. Both compare the class c of the label with all other classes:
 
 - regions: :math:`\log \frac{p(z, c)}{\sum_{c' \ne c} p(z, c')}` with the densities of :mod:`sepc_torch.head.densities`,
 - neighbours: :math:`\log \frac{d_{\ne c}(z)}{d_c(z)}`, the distance to the nearest training point of another class

@@ -54,6 +54,7 @@ class HeadModule(nn.Module):
         self.calibration = None if evidence is None else Calibration(evidence.support_names, len(evidence.kinds))
         self.promise: Promise | None = None  # of the last accept_at
         self._stale_warned = False  # whether a warning already said that the calibration is stale
+        self._rounded = True  # whether the scores of the calibration come from rounded evidence
 
     @property
     def classes(self) -> list[Any]:
@@ -135,17 +136,20 @@ class HeadModule(nn.Module):
         return found
 
     def _warn_if_stale(self, stacklevel: int) -> None:
-        """Warn, once after a calibration, that training points changed since."""
-        if torch.compiler.is_compiling() or self._stale_warned or not self.calibration_age:
+        """Warn, once after a calibration, that training points changed since, or that an older version made it."""
+        if torch.compiler.is_compiling() or self._stale_warned or (self._rounded and not self.calibration_age):
             return
         if self.calibration is None or not self.calibration.done:
             return
         self._stale_warned = True
-        warnings.warn(
-            f"The calibration is stale: {self.calibration_age:.1%} of the training points were added or forgotten "
-            "since. Its promises and p-values are those of the head before; call head.calibrate again.",
-            stacklevel=stacklevel,
+        reason = (
+            f"{self.calibration_age:.1%} of the training points were added or forgotten since. Its promises and "
+            "p-values are those of the head before"
+            if self._rounded
+            else "an older version made it, which did not round scores. A copy of a calibration point can get another "
+            "p-value than the point"
         )
+        warnings.warn(f"The calibration is stale: {reason}; call head.calibrate again.", stacklevel=stacklevel)
 
     @torch.no_grad()
     def judge(self, z: Any, logits: Any = None, groups: Any = None) -> HeadPrediction:
@@ -252,7 +256,7 @@ class HeadModule(nn.Module):
         ids = None if self.reference_ids is None else list(self.reference_ids)
         promise = None if self.promise is None else self.promise._asdict()
         encoding = {} if self.encoding is None else {"encoding": self.encoding.to_dict()}
-        named = {"feature_names": names, "reference_ids": ids, "promise": promise, **encoding}
+        named = {"feature_names": names, "reference_ids": ids, "promise": promise, "rounded": self._rounded, **encoding}
         return {"unit_length": self.projection.unit_length, **named}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -266,6 +270,7 @@ class HeadModule(nn.Module):
         if self.encoding is not None and self.encoding.feature_names != self.feature_names:
             raise ValueError("the encoding of the table does not give the features of the head")
         self.promise = Promise.from_options(state.get("promise"))
+        self._rounded = bool(state.get("rounded", False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadModule:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
