@@ -267,6 +267,16 @@ def test_a_calibration_of_unrounded_scores_is_stale(rng: Rng, tmp_path: Path, mo
     TrustHead.load(path)(batch(points[0]))
 
 
+def test_a_head_in_float64_is_calibrated_in_float64(rng: Rng) -> None:
+    """Calibration and use see the same digits of the points, so every ranked joint score is that of a point."""
+    head = fit(rng).double()
+    x, labels, _ = draw(rng, 100)
+    head.calibrate(x, labels)
+    assert head.calibration is not None
+    held, joint = head.calibration.own.held_joint, head(torch.from_numpy(x)).joint
+    assert torch.allclose((held[:, None] - joint).abs().amin(dim=1), torch.zeros(len(held)).double(), atol=1e-12)
+
+
 def test_a_lower_risk_accepts_less(rng: Rng) -> None:
     head = fit(rng)
     head.calibrate(*draw(rng, 1000))
