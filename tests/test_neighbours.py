@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head import neighbours
-from sepc_torch.head.neighbours import Neighbours, first_largest
+from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
@@ -133,15 +133,19 @@ def test_chunks_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
         assert torch.allclose(near(z), whole, rtol=1e-12)
 
 
-@pytest.mark.parametrize("count", [1536, 1599, 1600, 1601, 2000])
-def test_the_largest_value_is_the_first_one_also_in_blocks(rng: Rng, count: int) -> None:
-    values = torch.from_numpy(rng.integers(40, size=(64, count))).float()  # every row has its largest value many times
-    rows = torch.arange(len(values))
-    values[rows[:16], torch.from_numpy(rng.integers(count, size=16))] = 50.0  # once
-    values[rows[16:20], -1] = 50.0
-    values[rows[20:24], torch.from_numpy(rng.integers(count, size=4))] = torch.nan
-    values[24] = -torch.inf
-    assert torch.equal(first_largest(values), values.argmax(dim=1))
+@pytest.mark.parametrize("sizes", [[1], [64], [65, 1, 128, 40], [1000, 63]])
+def test_the_first_of_equally_near_points_is_found_in_blocks(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    """Against differences, with coordinates so small that products are exact and most rows have ties."""
+    monkeypatch.setattr(neighbours, "_FEW_PRODUCTS", 0)
+    codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    points, z = (torch.from_numpy(rng.integers(-2, 3, size=(n, 3))).float() for n in (sum(sizes), 200))
+    found, index = Neighbours(points, codes, torch.zeros(3)).nearest(z)
+    apart = (z[:, None] - points).square().sum(dim=2)
+    for c, own in enumerate(apart.split(sizes, dim=1)):
+        assert torch.equal(index[:, c] - sum(sizes[:c]), own.argmin(dim=1))
+        assert torch.equal(found[:, c], own.amin(dim=1).sqrt())
 
 
 def test_without_points_there_are_no_columns() -> None:

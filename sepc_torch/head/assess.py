@@ -25,6 +25,7 @@ from sepc_torch.head.confidence import LogisticModels, confidences, logistic_mod
 from sepc_torch.head.conformal import ClassCalibration, class_share_above, share_above
 from sepc_torch.head.evidence import Measurements, support_columns
 from sepc_torch.head.kernels.tables import OpenTables
+from sepc_torch.head.open_rows import settled
 from sepc_torch.head.strangeness import Survival, combined_score, finite_scores, survival
 from sepc_torch.model import torch_ops
 from sepc_torch.model.device_sync import readable
@@ -154,6 +155,7 @@ def _assess_by_rows(
     """Supports, kinds and models are rows, so that one call serves all of them: a few points cost only calls."""
     index, finite = label.clamp_min(0), None if logits is None else finite_logits(logits)
     scaled = None if finite is None else finite / tables.temperature
+    measured = settled(measured, index, invalid)
     support = torch.stack(support_columns(measured.density, measured.near, scaled, index))
     invalid = invalid | support.isnan().any(dim=0)
     refused = invalid | (label < 0)

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
-from sepc_torch.head.kernels.tables import RegionTables
+from sepc_torch.head.kernels.tables import OpenTables, RegionTables
 from sepc_torch.head.moments import Moments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels import Split
 from sepc_torch.model.kernels.launch import has_float64_products, on_device
 from sepc_torch.model.kernels.tables import upper_triangular
@@ -38,9 +39,13 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
-# Relative error of a distance of the CUDA kernel, in general and per unit of the amplification of a whitener: about
-# twice the largest that was measured, of heads of networks and of classes a thousand times as wide as thin.
+# Relative error of a distance in float32, in general and per unit of the amplification of a whitener: about twice the
+# largest that was measured, of heads of networks and of classes a thousand times as wide as thin.
 _DISTANCE_ERROR, _AMPLIFIED_ERROR = 2.0**-20, 0.1 * 2.0**-20
+# Rows of a batch from which a CPU takes distances in float32: with fewer, finding the open rows takes as long.
+_QUICK_ROWS = 16
+# What RegionDensities computes from its buffers.
+_DERIVED = ("classes", "by_class", "power", "wide", "open_tables", "narrow")
 # Steps of the power iteration for the largest singular value of a matrix.
 _POWER_STEPS = 20
 
@@ -94,7 +99,20 @@ class RegionDensities(nn.Module):
             whiteners = upper_triangular(whiteners)
         self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
         again = self.bank.prepared is not None and has_float64_products()
-        self.open_tables = [*self.wide, *self.by_class, self.accuracy()] if again else []
+        self.open_tables = self._open_tables() if again else []
+        # Subtracting an origin would round, far from the centres by more than the distances allow.
+        self.narrow = self.log_weight.dtype == torch.float32 and not bool(self.bank.origin.any())
+
+    def _open_tables(self) -> list[Tensor]:
+        """All of :class:`OpenTables` but the points."""
+        return [*self.wide, *self.by_class, self.codes, self.accuracy()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._derive()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -103,7 +121,7 @@ class RegionDensities(nn.Module):
         return moved
 
     def accuracy(self) -> Float[Tensor, "2"]:
-        """A factor a and a log density b: a log density l of the CUDA kernel is off by less than a (b - l).
+        """A factor a and a log density b: a log density l from distances in float32 is off by less than a (b - l).
 
         See :meth:`quick`.
         """
@@ -118,24 +136,40 @@ class RegionDensities(nn.Module):
         # Distances in float64: in float32 their last digits would depend on the batch.
         origin, offsets, whiteners = self.wide
         offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
-        distance = torch_ops.distances(offset, offsets, whiteners)
+        return self._of_distances(torch_ops.distances(offset, offsets, whiteners))
+
+    def _of_distances(self, distance: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
+        """Log density of each class in float64, from the distances to all regions."""
         tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
         return _log_densities(distance, *tables, self.classes)
 
     def quick(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
-        r"""Log densities and, where they come from a CUDA kernel, tables to compute those of single rows again.
+        r"""Log densities from distances in float32, and the tables to compute those of single rows again in float64.
 
-        The kernel's distances have the accuracy of float32. A relative error e of :math:`d_k` changes
+        A relative error e of :math:`d_k` changes
         :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
         :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
-        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. Without a kernel, or if it cannot compute
-        in float64, the densities are those of :meth:`forward`.
+        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. For few rows and in graphs on a CPU, and on
+        CUDA without kernels that multiply in float64, the densities are those of :meth:`forward`, without tables.
         """
-        if not self.open_tables or not (prepared := self.bank.prepared_for(narrow := points.to(self.log_weight.dtype))):
+        narrow = as_dtype(points, self.log_weight.dtype)
+        if (prepared := self.bank.prepared_for(narrow)) is not None and self.open_tables:
+            regions = list(self.by_class)
+            found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
+        elif self.narrow and readable(points) and len(points) >= _QUICK_ROWS:
+            self.open_tables = self.open_tables or self._open_tables()
+            found = self._of_distances(self.bank(narrow))
+        else:
             return self(points), []
-        regions = list(self.by_class)
-        found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
         return found, [narrow, *self.open_tables]
+
+
+def densities_again(tables: OpenTables, rows: Int[Tensor, "n"], classes: int) -> Float[Tensor, "n C"]:
+    """Log densities of single rows in float64, as :meth:`RegionDensities.forward` computes them."""
+    offset = tables.points.index_select(0, rows).double() - tables.origin
+    distance = torch_ops.distances(offset, tables.offsets, tables.whiteners)
+    power = (tables.freedom + offset.shape[1]) / 2
+    return mixtures(distance, tables.log_weight, tables.freedom, power, tables.codes, classes)
 
 
 def _amplification(whiteners: Float[Tensor, "K R R"]) -> Float[Tensor, "K"]:

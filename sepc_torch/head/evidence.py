@@ -202,8 +202,8 @@ class Evidence(nn.Module):
     def measure(self, z: Float[Tensor, "B D"], *, quick: bool = False) -> Measurements:
         """Return the measurements of embeddings that do not depend on a label, without gradients.
 
-        With ``quick``, CUDA kernels compute the densities to the accuracy of float32, and ``regions`` has the tables
-        to compute them again (:meth:`RegionDensities.quick`).
+        With ``quick``, densities come from distances in float32, and ``regions`` has the tables to compute them again
+        (:meth:`RegionDensities.quick`).
         """
         if torch.is_grad_enabled():
             with torch.no_grad():

@@ -20,12 +20,12 @@ from sepc_torch.shapes import Float, Int
 _MAX_ERROR = 1e-3
 # Reference points whose nearest other point is found to estimate that error.
 _SAMPLE = 64
-# Above this number of classes, or up to this number of products, classes of similar size are searched together: copying
-# the products into groups then takes less time than one argmax call for each class.
+# Above this number of classes, up to this number of products, and on CUDA, classes of similar size are searched
+# together: copying the products into groups then takes less time than a product for each class.
 _MANY_CLASSES = 32
 _FEW_PRODUCTS = 2**16
-# Values of a block of the search for the largest one; least numbers of values and rows for which blocks save time.
-_BLOCK, _MANY_VALUES, _MANY_ROWS = 64, 1536, 16
+# Values of a block of the search for the largest one.
+_BLOCK = 64
 # Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
 # are among them, unless the label is wrong.
 _RECOMPUTED = 8
@@ -204,17 +204,20 @@ def _class_nearest(
     the product loses the digits of short distances. With few classes all distances are computed from differences; with
     many classes, only those of the nearest classes.
     """
+    if not ends:
+        return _class_nearest_shape(z, points, half_squares, ends)
     many = len(ends) > _MANY_CLASSES
     exact = min(len(ends), _RECOMPUTED) if many else len(ends)
     count, dim = z.shape
-    rows = torch_ops.rows_per_piece(z, max(points.shape[0] + (slots.shape[0] if many else 0), exact * dim))
+    together = many or z.is_cuda
+    rows = torch_ops.rows_per_piece(z, max(points.shape[0] + (slots.shape[0] if together else 0), exact * dim))
 
     def search(piece: Float[Tensor, "b D"]) -> tuple[Float[Tensor, "b C"], Int[Tensor, "b C"]]:
+        if not together and len(piece) * points.shape[0] > _FEW_PRODUCTS:
+            best = _best_in_blocks(piece, points, half_squares, ends)
+            return _apart(piece, points, best), best
         closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
-        if not many and (len(ends) <= 1 or closeness.numel() > _FEW_PRODUCTS):
-            best = _best_of_each(closeness, ends)
-        else:
-            best = _best_together(closeness, slots, columns, shapes)
+        best = _best_together(closeness, slots, columns, shapes)
         if not many:
             return _apart(piece, points, best), best
         squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
@@ -239,44 +242,35 @@ def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Ten
     return as_dtype(torch.linalg.vector_norm(apart, dim=2, dtype=torch.float64), z.dtype)
 
 
-def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
-    """Index of the closest point of every class, with one argmax for each class."""
-    if len(ends) == 1:
-        return first_largest(closeness).unsqueeze(1)
-    found = closeness.new_empty(len(closeness), len(ends), dtype=torch.int64)
-    first = 0
-    for c, end in enumerate(ends):
-        found[:, c] = first_largest(closeness[:, first:end]).add_(first)
-        first = end
-    return found
+def _best_in_blocks(
+    z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], half_squares: Float[Tensor, "N"], ends: list[int]
+) -> Int[Tensor, "b C"]:
+    """Index of the closest point of every class, the first of equally close ones.
 
-
-def first_largest(values: Float[Tensor, "b n"]) -> Int[Tensor, "b"]:
-    """Index of the first largest value of every row, which ``argmax(dim=1)`` returns too.
-
-    On a CPU ``amax`` of short blocks takes a fraction of the time of ``argmax``. So the largest value of every block is
-    found first, and ``argmax`` searches the first block that holds the largest of these.
-
-    >>> first_largest(torch.tensor([[1.0, 3.0, 3.0]]))
-    tensor([1])
+    The closeness of a class fills whole blocks. On a CPU ``amax`` of blocks takes a fraction of the time of ``argmax``,
+    which then searches the best block of every class.
     """
-    count = values.shape[1]
-    if count < _MANY_VALUES or len(values) < _MANY_ROWS or values.is_cuda:
-        return values.argmax(dim=1)
-    whole = count // _BLOCK * _BLOCK
-    blocks = values[:, :whole].unflatten(1, (-1, _BLOCK)).amax(dim=2)
-    if whole < count:
-        blocks = torch.cat([blocks, values[:, whole:].amax(dim=1, keepdim=True)], dim=1)
-    # A last block of fewer values also takes values before it; these are smaller, or the block before would be chosen.
-    start = (blocks.argmax(dim=1, keepdim=True) * _BLOCK).clamp_max(count - _BLOCK)
-    inside = values.gather(1, start + torch.arange(_BLOCK, device=values.device)).argmax(dim=1)
-    return start.squeeze(1) + inside
+    starts = [0, *ends[:-1]]
+    counts = [-(-(end - start) // _BLOCK) for start, end in zip(starts, ends, strict=True)]
+    closeness = z.new_empty(len(z), _BLOCK * sum(counts))
+    for start, end, part in zip(starts, ends, closeness.split([_BLOCK * count for count in counts], 1), strict=True):
+        torch.addmm(half_squares[start:end], z, points[start:end].T, beta=-1, out=part[:, : end - start])
+        part[:, end - start :] = -torch.inf
+    blocks = closeness.view(len(z), -1, _BLOCK)
+    parts = blocks.amax(dim=2).split(counts, dim=1)
+    best = torch.stack([part.argmax(dim=1) for part in parts], dim=1)
+    shift = torch.tensor([0, *counts[:-1]], device=z.device).cumsum(0)
+    row = torch.arange(len(z), device=z.device).unsqueeze(1) * blocks.shape[1]
+    inside = torch.embedding(blocks.flatten(0, 1), row + shift + best).argmax(dim=2)
+    return torch.tensor(starts, device=z.device) + best * _BLOCK + inside
 
 
 def _best_together(
     closeness: Float[Tensor, "b N"], slots: Int[Tensor, "n"], columns: Int[Tensor, "C"], shapes: list[int]
 ) -> Int[Tensor, "b C"]:
     """Index of the closest point of every class, with one argmax for each group of classes."""
+    if shapes[0] == 1 and len(shapes) == 2:
+        return closeness.argmax(dim=1, keepdim=True)
     counts, widths = shapes[::2], shapes[1::2]
     groups = slots.split([count * width for count, width in zip(counts, widths, strict=True)])
     # A class is a run of points, and repeats its last point behind them, where argmax does not look.

@@ -3,9 +3,8 @@
 A program takes a block of rows. Sorted calibration scores are searched by bisection. All arithmetic is in float64;
 constants come in tensors, since the compiler may take the numbers of a kernel's source for float32.
 
-Densities from the distance kernel have the accuracy of float32. Values depend on them only through two numbers that are
-rounded to a grid (:func:`sepc_torch.head.evidence.on_grid`). A row is *open* if the error could move one of them to
-another grid point. The first launch lists the open rows; their densities are computed again in float64
+Densities from the distance kernel have the accuracy of float32. The first launch lists the open rows
+(:mod:`sepc_torch.head.open_rows`); their densities are computed again in float64
 (:mod:`sepc_torch.head.kernels.mixtures`), and a second launch assesses them again.
 """
 
@@ -194,8 +193,7 @@ def _assess(
     bad = tl.load(invalid + row, mask=live, other=0).to(tl.int1) | (odds != odds)
     odds_error, density_error = odds * 0.0, odds * 0.0
     if find_open:
-        # Of a log density l: accuracy[0] (accuracy[1] - l). The log densities of the label and of the others are at
-        # least the largest one minus the size of the odds. asinh has the slope 1 / sqrt(1 + x^2).
+        # The bounds of open_rows.open_rows.
         density_error = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
         wide = 2.0 * (density_error + tl.load(accuracy) * tl.abs(odds))
         least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)

@@ -38,9 +38,8 @@ class RegionTables(NamedTuple):
 class OpenTables(NamedTuple):
     """Points (B, R) in float32 and the regions in float64, for densities of open rows.
 
-    ``whiteners`` are upper triangular.
-    ``accuracy`` holds a factor a and a log density b: a log density l of the distance kernel is off by less than
-    a (b - l).
+    On CUDA ``whiteners`` are upper triangular. ``codes`` holds the class of every region. ``accuracy`` holds a factor a
+    and a log density b: a log density l from distances in float32 is off by less than a (b - l).
     """
 
     points: Float[Tensor, "B R"]
@@ -51,6 +50,7 @@ class OpenTables(NamedTuple):
     starts: Int[Tensor, "C"]
     log_weight: Float[Tensor, "K"]
     freedom: Float[Tensor, "K"]
+    codes: Int[Tensor, "K"]
     accuracy: Float[Tensor, "2"]
 
 
