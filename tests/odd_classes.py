@@ -29,7 +29,8 @@ def odd_classes(rng: np.random.Generator) -> Iterator[tuple[str, Array, Array]]:
     """Names, points and class codes."""
     for spread in (0.1, 0.01, 0.001):
         yield f"tight {spread}", *tight_classes(rng, spread)
-    for dim, classes, spread in ((4, 2, 1e-3), (9, 4, 1e-3), (9, 4, 1e-2), (16, 10, 1e-3), (6, 3, 0.03)):
+    shapes = (2, 2, 0.03), (4, 2, 1e-3), (9, 4, 1e-3), (9, 4, 1e-2), (16, 10, 1e-3), (6, 3, 0.03), (40, 8, 0.1)
+    for dim, classes, spread in shapes:
         yield f"thin {dim, classes, spread}", *thin_classes(rng, dim, classes, spread)
 
 

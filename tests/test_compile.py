@@ -1,8 +1,8 @@
 """torch.compile without graph breaks and torch.export, each in a separate process.
 
 The other tests run under shape checks, which wrap every function in Python code that the compiler cannot trace. Users
-run without these checks, and so does the separate process. The backend runs captured graphs without code generation,
-so no C++ compiler is needed.
+run without these checks, and so does the separate process. On a CPU the backend runs captured graphs without code
+generation, so no C++ compiler is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 PRELUDE = """
     import numpy as np, torch
@@ -136,6 +137,33 @@ assert torch.allclose(*gradients)
     [pytest.param(body, id=name, marks=[] if name == "bank" else [pytest.mark.slow]) for name, body in CHECKS.items()],
 )
 def test_compiles_and_exports(rng: object, body: str) -> None:
+    run(rng, body)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiles_on_cuda(rng: object) -> None:
+    """With torch's own code generator: one graph, and the answers of the head, also of invalid rows."""
+    body = """
+        scores = rng.normal(size=(240, 3))
+        head = TrustHead.fit(x, y, dim=3, nan_policy="flag").calibrate(x, y, scores).cuda()
+        head.accept_at(flag_rate=0.1)
+        z, logits = z.cuda(), torch.from_numpy(np.concatenate([scores, scores])).float().cuda()
+        z[1], z[2], logits[3] = 0.0, torch.nan, torch.nan
+        compiled = torch.compile(head, fullgraph=True)
+        with torch.no_grad():
+            for rows in (64, 33, 480, 7):
+                batch = z[:rows].clone(), logits[:rows].clone()
+                for part in batch:
+                    torch._dynamo.mark_dynamic(part, 0)
+                assert same(compiled(*batch), head(*batch)), rows
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    """
+    run(rng, textwrap.dedent(body))
+
+
+def run(rng: object, body: str) -> None:
     seed = int(rng.integers(2**31))  # type: ignore[attr-defined]
     script = textwrap.dedent(PRELUDE).replace("SEED", str(seed)) + body
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)

@@ -39,9 +39,10 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
-# Relative error of a distance in float32, in general and per unit of the amplification of a whitener: about twice the
-# largest that was measured, of heads of networks and of classes a thousand times as wide as thin.
-_DISTANCE_ERROR, _AMPLIFIED_ERROR = 2.0**-20, 0.1 * 2.0**-20
+# Relative error of a distance in float32: in general, and per unit of the amplification of a whitener over the root of
+# the dimension (errors of coordinates average out). Both are about twice the largest that was measured, of heads of
+# networks and of classes a thousand times as wide as thin.
+_DISTANCE_ERROR, _AMPLIFIED_ERROR = 2.0**-20, 0.35 * 2.0**-20
 # Rows of a batch from which a CPU takes distances in float32: with fewer, finding the open rows takes as long.
 _QUICK_ROWS = 16
 # What RegionDensities computes from its buffers.
@@ -125,7 +126,8 @@ class RegionDensities(nn.Module):
 
         See :meth:`quick`.
         """
-        error = (_AMPLIFIED_ERROR * _amplification(self.wide[2]).amax()).clamp_min(_DISTANCE_ERROR)
+        amplified = _AMPLIFIED_ERROR * self.bank.dim**-0.5 * _amplification(self.wide[2]).amax()
+        error = amplified.clamp_min(_DISTANCE_ERROR)
         return torch.stack([2.0 * error, self.by_class.log_weight.amax() + math.log(len(self.codes))])
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:

@@ -18,9 +18,9 @@ from sepc_torch.model.kernels.tables import Split, power_of_two
 from sepc_torch.shapes import Float, Int
 
 # Distances that a program takes at a time, and the largest number of regions among them.
-_TILE, _LANES = 128, 16
+_TILE, _LANES = 256, 16
 # Rows and most features of a product in float64.
-_EXACT_ROWS, _EXACT_FEATURES = 64, 32
+_EXACT_ROWS, _EXACT_FEATURES = 64, 16
 # Bytes of the distances of a piece.
 _PIECE_BYTES = 2**28
 
@@ -44,11 +44,13 @@ def _mixtures(
         weight = tl.load(log_weight + k, mask=there, other=float("-inf"))
         spot = k[:, None].to(tl.int64) * points + row[None, :]
         d = tl.load(distance + spot, mask=there[:, None] & live[None, :], other=0.0).to(tl.float64)
-        each = weight[:, None] - (nu + dim)[:, None] * 0.5 * tl.log(1.0 + d * d / nu[:, None])
+        each = weight[:, None] - (nu + dim)[:, None] * 0.5 * tl.log(1.0 + d * d * (1.0 / nu)[:, None])
         # NaN must not vanish in a maximum: it is taken into the sum.
         greatest = tl.maximum(most, tl.max(each, axis=0))
         shift = tl.where(greatest == float("-inf"), 0.0, greatest)
-        total = total * tl.exp(most - shift) + tl.sum(tl.exp(each - shift[None, :]), axis=0)
+        # Errors of exponentials in float32 are far below those of the distances.
+        shares = tl.sum(tl.exp((each - shift[None, :]).to(tl.float32)), axis=0)
+        total = total * tl.exp((most - shift).to(tl.float32)).to(tl.float64) + shares
         most = greatest
     tl.store(out + row.to(tl.int64) * classes + c, most + tl.log(total), mask=live)
 
