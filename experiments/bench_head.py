@@ -7,7 +7,9 @@ in 45 ms, 65 536 rows in 4 ms, one row in 0.6 ms and in 0.06 ms from a CUDA grap
 
     python experiments/bench_head.py                 # the CPU, and the CUDA device if there is one
     python experiments/bench_head.py --only cpu,compile
+    SEPC_DATA=... python experiments/bench_head.py --only gpu,fashion,exactness
 
+Heads are fitted to random embeddings, and in the part ``fashion`` to embeddings of Fashion-MNIST from SEPC_DATA.
 ``nearest`` is the time of ``torch.cdist`` to the same reference points, its minimum, and softmax: the least that a
 score from neighbours costs in plain torch. ``brute`` is scikit-learn's brute-force search, ``knn`` and ``vim`` are
 pytorch-ood's detectors, ``faiss`` is faiss's flat index, if it is installed. ``classifier`` is the frozen classifier
@@ -20,10 +22,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -67,10 +71,8 @@ class Networklike:
         return head
 
     def batch(self, rows: int, device: str) -> tuple[Tensor, Tensor]:
-        some = min(rows, 2**16)
-        z, _, logits = self.draw(some)
-        times = -(-rows // some)
-        return tuple(torch.from_numpy(part).repeat(times, 1)[:rows].to(device) for part in (z, logits))  # type: ignore[return-value]
+        z, _, logits = self.draw(min(rows, 2**16))
+        return repeated(z, logits, rows, device)
 
 
 def milliseconds(function: Callable[[], Any], repeats: int, device: str) -> float:
@@ -157,12 +159,38 @@ def on_the_cpu(seed: int, smoke: bool) -> dict[str, Any]:
 
 def on_the_gpu(seed: int, smoke: bool) -> dict[str, Any]:
     source = Networklike(seed)
-    head = source.head(2000 if smoke else 50_000, 1000 if smoke else 16_384).to("cuda")
+    head = source.head(2000 if smoke else 50_000, 1000 if smoke else 16_384)
+    return measured_on_the_gpu(head, source.batch, smoke)
+
+
+def fashion_on_the_gpu(_seed: int, smoke: bool) -> dict[str, Any]:
+    arrays = np.load(fashion_file())
+    train, calibration, test = (arrays["split"] == part for part in range(3))
+    x, y, logits = arrays["X"], arrays["y"], arrays["logits"]
+    head = TrustHead.fit(x[train], y[train], reference_points=16_384, nan_policy="flag", progress=False)
+    head.calibrate(x[calibration], y[calibration], logits[calibration])
+    return measured_on_the_gpu(head, partial(repeated, x[test], logits[test]), smoke)
+
+
+def fashion_file() -> Path:
+    return Path(os.environ.get("SEPC_DATA", "")) / "fashion_mnist_cnn_features.npz"
+
+
+def repeated(z: np.ndarray, logits: np.ndarray, rows: int, device: str) -> tuple[Tensor, Tensor]:
+    """The first rows of embeddings and logits, which follow one another as often as needed."""
+    times = -(-rows // len(z))
+    return tuple(torch.from_numpy(part).float().repeat(times, 1)[:rows].to(device) for part in (z, logits))  # type: ignore[return-value]
+
+
+def measured_on_the_gpu(
+    head: TrustHead, batch: Callable[[int, str], tuple[Tensor, Tensor]], smoke: bool
+) -> dict[str, Any]:
+    head = head.to("cuda")
     assert head.evidence is not None
     points = head.evidence.reference_points.points
     found = []
     for rows in GPU_ROWS[:2] if smoke else GPU_ROWS:
-        z, logits = source.batch(rows, "cuda")
+        z, logits = batch(rows, "cuda")
         projected = head.projection(z)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -272,6 +300,7 @@ def compiling(seed: int, smoke: bool) -> dict[str, Any]:
 PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
     "cpu": on_the_cpu,
     "gpu": on_the_gpu,
+    "fashion": fashion_on_the_gpu,
     "exactness": exactness,
     "compile": compiling,
 }
@@ -279,7 +308,10 @@ PARTS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
 
 def main() -> None:
     parser = arguments(__doc__)
-    there = [name for name in PARTS if name != "gpu" or torch.cuda.is_available()]
+    without = set() if torch.cuda.is_available() else {"gpu", "fashion"}
+    if not fashion_file().is_file():
+        without.add("fashion")
+    there = [name for name in PARTS if name not in without]
     parser.add_argument("--only", default=",".join(there), help="parts to measure, the default is %(default)s")
     options = parser.parse_args()
     wanted = options.only.split(",")
