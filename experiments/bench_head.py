@@ -164,6 +164,8 @@ def on_the_gpu(seed: int, smoke: bool) -> dict[str, Any]:
 
 
 def fashion_on_the_gpu(_seed: int, smoke: bool) -> dict[str, Any]:
+    if not fashion_file().is_file():
+        raise SystemExit("The part fashion needs fashion_mnist_cnn_features.npz in the folder SEPC_DATA.")
     arrays = np.load(fashion_file())
     train, calibration, test = (arrays["split"] == part for part in range(3))
     x, y, logits = arrays["X"], arrays["y"], arrays["logits"]

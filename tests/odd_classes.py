@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from torch import Tensor
 
 from sepc_torch.shapes import Array
 
@@ -25,6 +26,19 @@ def thin_classes(rng: np.random.Generator, dim: int, classes: int, spread: float
     return _unit_variance(points) @ np.linalg.qr(rng.normal(size=(dim, dim)))[0], codes
 
 
+def hard_points(rng: np.random.Generator, center: Array, whitener: Array, count: int) -> Array:
+    """Points whose distance from an ellipsoid has a large error: large terms cancel in many of its coordinates.
+
+    They lie in the direction in which the lengths of the columns of the whitener stretch most, plus one coordinate.
+    """
+    inverse = np.linalg.inv(whitener)
+    widest = np.linalg.svd(inverse * np.linalg.norm(whitener, axis=0)[:, None])[2][0]
+    other = np.eye(len(center))[np.argmax(np.abs(whitener) @ np.abs(inverse @ widest))]
+    signs, size = rng.choice([-1.0, 1.0], size=(2, count, 1)), 10.0 ** rng.uniform(0.0, 2.0, size=(count, 1))
+    white = size * (signs[0] * widest + signs[1] * other + 0.02 * rng.normal(size=(count, len(center))))
+    return center + white @ inverse.T
+
+
 def odd_classes(rng: np.random.Generator) -> Iterator[tuple[str, Array, Array]]:
     """Names, points and class codes."""
     for spread in (0.1, 0.01, 0.001):
@@ -36,3 +50,10 @@ def odd_classes(rng: np.random.Generator) -> Iterator[tuple[str, Array, Array]]:
 
 def _unit_variance(points: Array) -> Array:
     return (points - points.mean(axis=0)) / points.std(axis=0)
+
+
+def largest_error(density: Tensor, accuracy: Tensor) -> Tensor:
+    """The stated bound of errors of the CUDA kernel."""
+    factor, top, far = accuracy
+    gap = top - density
+    return factor * gap * (1.0 + gap / far).clamp_max(4.0)

@@ -133,12 +133,14 @@ def test_chunks_of_rows_change_nothing(rng: Rng, monkeypatch: pytest.MonkeyPatch
         assert torch.allclose(near(z), whole, rtol=1e-12)
 
 
+@pytest.mark.parametrize("many", [0, 2000])
 @pytest.mark.parametrize("sizes", [[1], [64], [65, 1, 128, 40], [1000, 63]])
-def test_the_first_of_equally_near_points_is_found_in_blocks(
-    rng: Rng, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+def test_the_first_of_equally_near_points_is_found(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, sizes: list[int], many: int
 ) -> None:
     """Against differences, with coordinates so small that products are exact and most rows have ties."""
     monkeypatch.setattr(neighbours, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(neighbours, "_MANY_POINTS", many)
     codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     points, z = (torch.from_numpy(rng.integers(-2, 3, size=(n, 3))).float() for n in (sum(sizes), 200))
     found, index = Neighbours(points, codes, torch.zeros(3)).nearest(z)

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from odd_classes import odd_classes
+from odd_classes import hard_points, odd_classes
 
 from sepc_torch import TrustHead
 from sepc_torch.head import densities
@@ -44,16 +44,32 @@ def exact(model: RegionDensities, points: torch.Tensor) -> tuple[torch.Tensor, l
     return model(points), []
 
 
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [32, 64])
 def test_the_stated_accuracy_holds(rng: Rng, rows: int) -> None:
     for name, points, codes in odd_classes(rng):
         model, _ = fit_densities(points, codes, np.full(len(codes), -1))
         z = torch.from_numpy(points[rng.permutation(len(codes))[:rows]]).float()
         z[: rows // 2] += 3e-4 * torch.from_numpy(rng.normal(size=(rows // 2, z.shape[1]))).float()
         found, tables = model.quick(z)
-        (factor, most), wanted = OpenTables(*tables).accuracy, model(z)
+        wanted = model(z)
         assert not torch.equal(found, wanted)
-        assert ((found - wanted).abs() <= factor * (most - wanted)).all(), name
+        assert ((found - wanted).abs() <= OpenTables(*tables).accuracy).all(), name
+
+
+@pytest.mark.parametrize("dim", [2, 8, 64])
+def test_the_stated_accuracy_holds_for_hard_points(rng: Rng, dim: int) -> None:
+    """Of a class whose first and last coordinate are almost equal."""
+    codes = np.arange(1000) % 2
+    points = rng.normal(size=(1000, dim))
+    points[:, -1] = points[:, 0] + 10.0 ** rng.uniform(-3.0, -1.0) * points[:, -1]
+    points += rng.normal(size=(2, dim))[codes]
+    points = (points - points.mean(axis=0)) / points.std(axis=0)
+    model, _ = fit_densities(points, codes, np.full(1000, -1))
+    _, offsets, whiteners = model.wide
+    z = torch.from_numpy(hard_points(rng, offsets[0].numpy(), whiteners[0].numpy(), 5000)).float()
+    found, tables = model.quick(z)
+    ratio = (found - model(z)).abs() / OpenTables(*tables).accuracy
+    assert 0.02 < float(ratio.max()) <= 1.0
 
 
 @pytest.mark.parametrize("with_logits", [False, True])
@@ -78,7 +94,7 @@ def test_no_field_depends_on_float32(
             assert torch.equal(torch.cat(parts).nan_to_num(-9.0), b[:70].nan_to_num(-9.0)), name
 
 
-@pytest.mark.parametrize("error", [1e-6, 2e-4])
+@pytest.mark.parametrize("error", [1e-5, 3e-3])
 def test_errors_within_the_bound_change_no_value(head: TrustHead, rng: Rng, error: float) -> None:
     """Errors of opposite sign of the label's density and the others change the log odds most."""
     assert head.evidence is not None
@@ -86,20 +102,19 @@ def test_errors_within_the_bound_change_no_value(head: TrustHead, rng: Rng, erro
     z, label, _ = draw(rng, 500, spread=3.0)
     wanted, quick = head.evidence.measure(z), head.evidence.measure(z, quick=True)
     tables = OpenTables(*quick.regions)
-    accuracy = torch.stack([torch.tensor(error).double(), tables.accuracy[1]])
-    bound = accuracy[0] * (accuracy[1] - wanted.density)
+    bound = tables.accuracy * (error / tables.accuracy.amin(dim=1, keepdim=True))
     sign = torch.where(torch.nn.functional.one_hot(label, CLASSES) == 1, 1.0, -1.0)
     sign *= torch.from_numpy(rng.choice([-0.95, 0.95], size=(500, 1)))
-    off = wanted._replace(density=wanted.density + bound * sign, regions=[*tables._replace(accuracy=accuracy)])
+    off = wanted._replace(density=wanted.density + bound * sign, regions=[*tables._replace(accuracy=bound)])
     labels, valid = head.calibration.own, torch.zeros(500, dtype=torch.bool)
     assert labels.plain is not None
     given = None, label, valid, torch.tensor(0.3).double(), labels.tables(), labels.plain
     for a, b in zip(assess(off, *given), assess(wanted, *given), strict=True):
         assert torch.equal(a, b)
-    opened = int(open_rows(off.density, label, accuracy).sum())
-    assert opened < 50 if error < 1e-5 else 100 < opened < 500, opened
+    opened = int(open_rows(off.density, label, bound).sum())
+    assert opened < 50 if error < 1e-4 else 50 < opened < 500, opened
     # Only open rows are computed again, and invalid rows never are.
-    is_open, again = open_rows(off.density, label, accuracy), settled(off, label, valid)
+    is_open, again = open_rows(off.density, label, bound), settled(off, label, valid)
     assert again.regions == []
     assert int((again.density != off.density).any(dim=1).sum()) == opened
     assert torch.allclose(again.density[is_open], wanted.density[is_open], rtol=1e-12)
@@ -123,6 +138,16 @@ def test_where_densities_stay_in_float64(head: TrustHead, rng: Rng) -> None:
     assert torch.equal(found, older(torch.from_numpy(points)))
 
 
+def test_tables_follow_the_buffers(rng: Rng) -> None:
+    points = rng.normal(size=(60, 3))
+    model, other = (fit_densities(s * points, np.arange(60) % 3, np.full(60, -1))[0] for s in (1.0, 3.0))
+    z = torch.from_numpy(points).float()
+    model.quick(z)
+    model.load_state_dict(other.state_dict())
+    for a, b in zip(model.quick(z)[1], other.quick(z)[1], strict=True):
+        assert torch.equal(a, b)
+
+
 def test_pickles_have_no_derived_tables(head: TrustHead, rng: Rng) -> None:
     assert head.evidence is not None
     model, z = head.evidence.densities, head.evidence.polar(draw(rng, 40)[0])
@@ -132,3 +157,4 @@ def test_pickles_have_no_derived_tables(head: TrustHead, rng: Rng) -> None:
     again = pickle.loads(data)
     assert torch.equal(again.quick(z)[0], model.quick(z)[0])
     assert torch.equal(copy.deepcopy(model)(z), model(z))
+    copy.deepcopy(copy.deepcopy(model).to("meta"))

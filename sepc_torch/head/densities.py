@@ -39,14 +39,20 @@ from sepc_torch.shapes import Array, Float, Int
 # dominate every distance. _LEAST_SHARE, as a share of the total variance, covers regions that all are single points.
 _LEAST_VARIANCE = 1e-3
 _LEAST_SHARE = 1e-6
-# Relative error of a distance in float32: in general, and per unit of the amplification of a whitener over the root of
-# the dimension (errors of coordinates average out). Both are about twice the largest that was measured, of heads of
-# networks and of classes a thousand times as wide as thin.
-_DISTANCE_ERROR, _AMPLIFIED_ERROR = 2.0**-20, 0.35 * 2.0**-20
+# Error of a distance d = |W x| in float32 on a CPU, per unit of d and of sqrt(R) |D x|; the diagonal matrix D has the
+# lengths of the columns of W. About twice the largest that was measured, of points chosen to have large errors.
+_UNIT = 2.0**-24
+_OWN_ERROR, _SPREAD_ERROR = 8.0 * _UNIT, 3.2 * _UNIT
+# Relative error of a distance of the CUDA kernel: in general, and per unit of the amplification of a whitener. In few
+# dimensions the last one over their root is larger. About twice the largest that was measured for the nearest class, of
+# heads of networks and of classes a thousand times as wide as thin; points chosen to be hard can have larger errors.
+_DISTANCE_ERROR, _AMPLIFIED_ERRORS = 2.0**-20, (0.1 * 2.0**-20, 0.35 * 2.0**-20)
+# Log density below the largest possible one, per dimension, at which the error of a point counts twice.
+_FAR = 8.0
 # Rows of a batch from which a CPU takes distances in float32: with fewer, finding the open rows takes as long.
-_QUICK_ROWS = 16
+_QUICK_ROWS = 32
 # What RegionDensities computes from its buffers.
-_DERIVED = ("classes", "by_class", "power", "wide", "open_tables", "narrow")
+_DERIVED = ("classes", "by_class", "power", "wide", "open_tables", "spread_tables", "narrow")
 # Steps of the power iteration for the largest singular value of a matrix.
 _POWER_STEPS = 20
 
@@ -100,20 +106,18 @@ class RegionDensities(nn.Module):
             whiteners = upper_triangular(whiteners)
         self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
         again = self.bank.prepared is not None and has_float64_products()
-        self.open_tables = self._open_tables() if again else []
+        self.open_tables = [*self.wide, *self.by_class, self.codes, self.accuracy()] if again else []
+        self.spread_tables: list[Tensor] = []
         # Subtracting an origin would round, far from the centres by more than the distances allow.
         self.narrow = self.log_weight.dtype == torch.float32 and not bool(self.bank.origin.any())
-
-    def _open_tables(self) -> list[Tensor]:
-        """All of :class:`OpenTables` but the points."""
-        return [*self.wide, *self.by_class, self.codes, self.accuracy()]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._derive()
+        if not self.codes.is_meta:
+            self._derive()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RegionDensities:
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -121,14 +125,20 @@ class RegionDensities(nn.Module):
             self._derive()
         return moved
 
-    def accuracy(self) -> Float[Tensor, "2"]:
-        """A factor a and a log density b: a log density l from distances in float32 is off by less than a (b - l).
+    def accuracy(self) -> Float[Tensor, "3"]:
+        r"""Numbers a, b and r that bound the errors of log densities l of the CUDA kernel.
 
-        See :meth:`quick`.
+        The error is below :math:`a g \min(1 + g / r, 4)` with :math:`g = b - l`. A relative error e of :math:`d_k`
+        changes :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
+        :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
+        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. The last factor is for points far away. They
+        can lie in a direction in which the errors of coordinates do not average out.
         """
-        amplified = _AMPLIFIED_ERROR * self.bank.dim**-0.5 * _amplification(self.wide[2]).amax()
-        error = amplified.clamp_min(_DISTANCE_ERROR)
-        return torch.stack([2.0 * error, self.by_class.log_weight.amax() + math.log(len(self.codes))])
+        dim = self.bank.dim
+        slope = max(_AMPLIFIED_ERRORS[0], _AMPLIFIED_ERRORS[1] * dim**-0.5)
+        error = (slope * _amplification(self.wide[2]).amax()).clamp_min(_DISTANCE_ERROR)
+        most = self.by_class.log_weight.amax() + math.log(len(self.codes))
+        return torch.stack([2.0 * error, most, torch.full_like(most, _FAR * dim)])
 
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
         """Return the log density of each point under each class, in float64.
@@ -146,24 +156,47 @@ class RegionDensities(nn.Module):
         return _log_densities(distance, *tables, self.classes)
 
     def quick(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
-        r"""Log densities from distances in float32, and the tables to compute those of single rows again in float64.
+        """Log densities, from distances in float32 where that is faster.
 
-        A relative error e of :math:`d_k` changes
-        :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
-        :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
-        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. For few rows and in graphs on a CPU, and on
-        CUDA without kernels that multiply in float64, the densities are those of :meth:`forward`, without tables.
+        That is in batches on a CPU outside of graphs, and on CUDA with kernels that multiply in float64, for modules in
+        float32. Otherwise the densities are those of :meth:`forward`.
+
+        Returns:
+            The densities, and the tables to compute those of single rows again in float64
+            (:class:`~sepc_torch.head.kernels.tables.OpenTables`); no tables if the densities are in float64.
         """
         narrow = as_dtype(points, self.log_weight.dtype)
         if (prepared := self.bank.prepared_for(narrow)) is not None and self.open_tables:
             regions = list(self.by_class)
             found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
-        elif self.narrow and readable(points) and len(points) >= _QUICK_ROWS:
-            self.open_tables = self.open_tables or self._open_tables()
-            found = self._of_distances(self.bank(narrow))
-        else:
+            return found, [narrow, *self.open_tables]
+        if not self.narrow or not readable(points) or len(points) < _QUICK_ROWS:
             return self(points), []
-        return found, [narrow, *self.open_tables]
+        found, error = self._with_errors(narrow)
+        return found, [narrow, *self.wide, *self.by_class, self.codes, error]
+
+    def _with_errors(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B C"]]:
+        """Log densities from distances in float32, and their largest errors."""
+        if not self.spread_tables:
+            squares = torch.linalg.vector_norm(self.wide[2], dim=1).square()
+            weighted = squares * self.wide[1]
+            self.spread_tables = [squares.T, -2.0 * weighted.T, (weighted * self.wide[1]).sum(dim=1)]
+        square, linear, constant = self.spread_tables
+        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
+        rows = torch_ops.rows_per_piece(self.by_class.log_weight, 8 * len(self.codes))
+        densities, errors = [], []
+        for some, near in zip(points.split(rows), self.bank(points).split(rows), strict=True):
+            z, distance = some.double(), near.double()
+            spread = torch.addmm(constant + z.square() @ square, z, linear).clamp_min_(0.0).sqrt_()
+            off = _OWN_ERROR * distance + _SPREAD_ERROR * self.bank.dim**0.5 * spread
+            # The derivative of the log density of a region.
+            off *= 2.0 * self.power * distance / (self.by_class.freedom + distance.square())
+            most, share, total = _shares(distance, *tables, self.classes)
+            densities.append(most + total.log())
+            # The error of the log of a sum is the mean of the errors of the logs of its terms.
+            codes = self.codes.expand(len(some), -1)
+            errors.append(torch.zeros_like(most).scatter_add(1, codes, share * off) / total)
+        return torch.cat(densities), torch.cat(errors)
 
 
 def densities_again(tables: OpenTables, rows: Int[Tensor, "n"], classes: int) -> Float[Tensor, "n C"]:
@@ -216,13 +249,26 @@ def mixtures(
 
     ``power`` is half the sum of the degrees of freedom and the dimension.
     """
+    most, _, total = _shares(distance, log_weight, freedom, power, codes, classes)
+    return most + total.log()
+
+
+def _shares(
+    distance: Float[Tensor, "B K"],
+    log_weight: Float[Tensor, "K"],
+    freedom: Float[Tensor, "K"],
+    power: Float[Tensor, "K"],
+    codes: Int[Tensor, "K"],
+    classes: int,
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B K"], Float[Tensor, "B C"]]:
+    """The largest log density of the regions of each class, all densities over it, and their sums by class."""
     each = log_weight - power * torch.log1p(distance.square() / freedom)
     count = distance.shape[0]  # torch.export would treat len(distance) as a constant
     codes = codes.expand(count, -1)
     # logsumexp over the regions of each class: subtract the class maximum first, or distant points underflow.
     most = each.new_full((count, classes), -torch.inf).scatter_reduce(1, codes, each, "amax")
     share = torch.exp(each - most.gather(1, codes))
-    return most + torch.zeros_like(most).scatter_add(1, codes, share).log()
+    return most, share, torch.zeros_like(most).scatter_add(1, codes, share)
 
 
 # Points relative to an origin in float64; narrow points are first rounded to float32.

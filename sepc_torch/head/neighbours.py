@@ -20,12 +20,13 @@ from sepc_torch.shapes import Float, Int
 _MAX_ERROR = 1e-3
 # Reference points whose nearest other point is found to estimate that error.
 _SAMPLE = 64
-# Above this number of classes, up to this number of products, and on CUDA, classes of similar size are searched
-# together: copying the products into groups then takes less time than a product for each class.
+# Above this number of classes, or up to this number of products, classes of similar size are searched together: copying
+# the products into groups then takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
 _FEW_PRODUCTS = 2**16
-# Values of a block of the search for the largest one.
-_BLOCK = 64
+# Values of a block of the search for the largest one, and the mean number of points of a class above which a CPU
+# searches in blocks.
+_BLOCK, _MANY_POINTS = 64, 512
 # Number of nearest classes whose distances are then computed from differences: the label's and the nearest other class
 # are among them, unless the label is wrong.
 _RECOMPUTED = 8
@@ -209,15 +210,16 @@ def _class_nearest(
     many = len(ends) > _MANY_CLASSES
     exact = min(len(ends), _RECOMPUTED) if many else len(ends)
     count, dim = z.shape
-    together = many or z.is_cuda
-    rows = torch_ops.rows_per_piece(z, max(points.shape[0] + (slots.shape[0] if together else 0), exact * dim))
+    rows = torch_ops.rows_per_piece(z, max(points.shape[0] + (slots.shape[0] if many else 0), exact * dim))
+    in_blocks = not (many or z.is_cuda) and points.shape[0] > _MANY_POINTS * len(ends)
 
     def search(piece: Float[Tensor, "b D"]) -> tuple[Float[Tensor, "b C"], Int[Tensor, "b C"]]:
-        if not together and len(piece) * points.shape[0] > _FEW_PRODUCTS:
+        few = len(piece) * points.shape[0] <= _FEW_PRODUCTS
+        if in_blocks and not few:
             best = _best_in_blocks(piece, points, half_squares, ends)
             return _apart(piece, points, best), best
         closeness = torch.addmm(half_squares, piece, points.T, beta=-1)
-        best = _best_together(closeness, slots, columns, shapes)
+        best = _best_together(closeness, slots, columns, shapes) if many or few else _best_of_each(closeness, ends)
         if not many:
             return _apart(piece, points, best), best
         squares = piece.square().sum(dim=1, keepdim=True) - 2.0 * closeness.gather(1, best)
@@ -242,10 +244,17 @@ def _apart(z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], index: Int[Ten
     return as_dtype(torch.linalg.vector_norm(apart, dim=2, dtype=torch.float64), z.dtype)
 
 
+def _best_of_each(closeness: Float[Tensor, "b N"], ends: list[int]) -> Int[Tensor, "b C"]:
+    """Index of the closest point of every class, with one argmax for each class."""
+    starts = [0, *ends[:-1]]
+    found = [closeness[:, start:end].argmax(dim=1).add_(start) for start, end in zip(starts, ends, strict=True)]
+    return torch.stack(found, dim=1)
+
+
 def _best_in_blocks(
     z: Float[Tensor, "b D"], points: Float[Tensor, "N D"], half_squares: Float[Tensor, "N"], ends: list[int]
 ) -> Int[Tensor, "b C"]:
-    """Index of the closest point of every class, the first of equally close ones.
+    """Index of the closest point of every class, as :func:`_best_of_each` finds it.
 
     The closeness of a class fills whole blocks. On a CPU ``amax`` of blocks takes a fraction of the time of ``argmax``,
     which then searches the best block of every class.

@@ -34,28 +34,27 @@ def settled(measured: Measurements, label: Int[Tensor, "B"], invalid: Bool[Tenso
     return measured._replace(density=density, regions=[])
 
 
-def open_rows(
-    density: Float[Tensor, "B C"], label: Int[Tensor, "B"], accuracy: Float[Tensor, "2"]
-) -> Bool[Tensor, "B"]:
-    r"""Whether a row is open, from its log densities.
+def open_rows(density: Float[Tensor, "B C"], label: Int[Tensor, "B"], error: Float[Tensor, "B C"]) -> Bool[Tensor, "B"]:
+    r"""Whether a row is open, from its log densities and their largest errors.
 
-    ``accuracy`` holds a and b: a log density l is off by less than :math:`a (b - l)`. The log densities of the label
-    and of all others are at least the largest one minus the size of the odds. asinh has the slope
+    The error of the log of a sum is the mean of the errors of the logs of its terms. asinh has the slope
     :math:`1 / \sqrt{1 + x^2}`.
 
     >>> density = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]], dtype=torch.float64)
-    >>> open_rows(density, torch.tensor([0, 0]), torch.tensor([1e-6, 0.0]).double())
+    >>> open_rows(density, torch.tensor([0, 0]), torch.full((2, 2), 1e-6).double())
     tensor([False, False])
-    >>> open_rows(density, torch.tensor([0, 0]), torch.tensor([1e-3, 0.0]).double())
-    tensor([ True, False])
+    >>> open_rows(density, torch.tensor([0, 0]), torch.full((2, 2), 1e-3).double())
+    tensor([True, True])
     """
-    factor, top = accuracy.unbind()
-    numbers = torch.stack([log_odds(density, label), density.amax(dim=1)])
-    size = numbers.abs()
-    of_density = factor * (top - numbers[1])
-    error = torch.stack([2.0 * (of_density + factor * size[0]), of_density])
-    error = error / (1.0 + (size - error).clamp_min(0.0).square()).sqrt()
+    index, top = label.unsqueeze(1), density.amax(dim=1, keepdim=True)
+    share = density.scatter(1, index, -torch.inf).softmax(dim=1)
+    of_odds = error.gather(1, index).squeeze(1) + (share * error).sum(dim=1)
+    # A class whose log density is almost the largest could have the largest one.
+    of_density = torch.where(density > top - 1.0, error, 0.0).amax(dim=1)
+    numbers = torch.stack([log_odds(density, label), top.squeeze(1)])
+    errors = torch.stack([of_odds, of_density])
+    errors = errors / (1.0 + (numbers.abs() - errors).clamp_min(0.0).square()).sqrt()
     step = numbers.new_tensor([[ODDS_STEP], [DENSITY_STEP]])
     place = torch.asinh(numbers) / step + 0.5
     # NaN and infinity are not farther from an edge than the error.
-    return ~((place - place.round()).abs() > error / step).all(dim=0)
+    return ~((place - place.round()).abs() > errors / step).all(dim=0)

@@ -51,6 +51,13 @@ def _on_grid(x, step, error):
 
 
 @jit
+def _largest_error(density, accuracy):
+    """Largest error of log densities, by :meth:`sepc_torch.head.densities.RegionDensities.accuracy`."""
+    gap = tl.load(accuracy + 1) - density
+    return tl.load(accuracy) * gap * tl.minimum(1.0 + gap / tl.load(accuracy + 2), 4.0)
+
+
+@jit
 def _distance_on_grid(distance, step):
     """The distance whose log is on the grid; a distance of zero stays zero."""
     value, _ = _on_grid(tl.log(distance), step, 0.0)
@@ -193,9 +200,10 @@ def _assess(
     bad = tl.load(invalid + row, mask=live, other=0).to(tl.int1) | (odds != odds)
     odds_error, density_error = odds * 0.0, odds * 0.0
     if find_open:
-        # The bounds of open_rows.open_rows.
-        density_error = tl.load(accuracy) * (tl.load(accuracy + 1) - densest)
-        wide = 2.0 * (density_error + tl.load(accuracy) * tl.abs(odds))
+        # The log densities of the label and of the others are at least the largest one minus the size of the odds.
+        # asinh has the slope 1 / sqrt(1 + x^2).
+        density_error = _largest_error(densest, accuracy)
+        wide = 2.0 * _largest_error(densest - tl.abs(odds), accuracy)
         least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)
         odds_error = wide / tl.sqrt(1.0 + least_odds * least_odds)
         least_density = tl.maximum(tl.abs(densest) - density_error, 0.0)

@@ -1,8 +1,8 @@
 r"""Density kernels: log densities of all classes, of all points in float32 and of few points in float64.
 
 For all points the distances come from the kernel of the ellipsoid bank, always in tiles of the same shape, so the
-densities of a point do not depend on its batch. ``_mixtures`` then sums the densities of the regions of each class, in
-float64. ``_exact_mixtures`` computes distances in float64 too, for a list of rows.
+densities of a point do not depend on its batch. ``_mixtures`` then sums the densities of the regions of each class;
+logarithms are in float64. ``_exact_mixtures`` computes everything in float64, for a list of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sepc_torch.shapes import Float, Int
 
 # Distances that a program takes at a time, and the largest number of regions among them.
 _TILE, _LANES = 256, 16
-# Rows and most features of a product in float64.
+# Rows and features of a product in float64.
 _EXACT_ROWS, _EXACT_FEATURES = 64, 16
 # Bytes of the distances of a piece.
 _PIECE_BYTES = 2**28
@@ -131,5 +131,5 @@ def exact_log_densities(
         (points, tables.origin, tables.offsets, tables.whiteners,
          tables.order, tables.starts, tables.log_weight, tables.freedom, rows, number, out,
          points.shape[1], points.stride(0), classes),
-        (_EXACT_ROWS, min(_EXACT_FEATURES, max(16, power_of_two(points.shape[1])))), num_warps=4, num_stages=1,
+        (_EXACT_ROWS, _EXACT_FEATURES), num_warps=4, num_stages=1,
     )  # fmt: skip

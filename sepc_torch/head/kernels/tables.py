@@ -38,8 +38,9 @@ class RegionTables(NamedTuple):
 class OpenTables(NamedTuple):
     """Points (B, R) in float32 and the regions in float64, for densities of open rows.
 
-    On CUDA ``whiteners`` are upper triangular. ``codes`` holds the class of every region. ``accuracy`` holds a factor a
-    and a log density b: a log density l from distances in float32 is off by less than a (b - l).
+    ``codes`` holds the class of every region. On CUDA ``whiteners`` are upper triangular, and ``accuracy`` holds the
+    numbers of :meth:`sepc_torch.head.densities.RegionDensities.accuracy`. On a CPU it holds the largest errors (B, C)
+    of the log densities.
     """
 
     points: Float[Tensor, "B R"]
@@ -51,7 +52,7 @@ class OpenTables(NamedTuple):
     log_weight: Float[Tensor, "K"]
     freedom: Float[Tensor, "K"]
     codes: Int[Tensor, "K"]
-    accuracy: Float[Tensor, "2"]
+    accuracy: Tensor
 
 
 class SearchTables(NamedTuple):
