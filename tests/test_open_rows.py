@@ -11,6 +11,7 @@ import torch
 from odd_classes import hard_points, odd_classes
 
 from sepc_torch import TrustHead
+from sepc_torch.head import assess as assess_module
 from sepc_torch.head import densities
 from sepc_torch.head.assess import assess
 from sepc_torch.head.densities import RegionDensities, fit_densities
@@ -72,18 +73,32 @@ def test_the_stated_accuracy_holds_for_hard_points(rng: Rng, dim: int) -> None:
     assert 0.02 < float(ratio.max()) <= 1.0
 
 
+@pytest.mark.parametrize("worse", [False, True])
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_no_field_depends_on_float32(
-    head: TrustHead, rng: Rng, monkeypatch: pytest.MonkeyPatch, with_logits: bool
+    head: TrustHead, rng: Rng, monkeypatch: pytest.MonkeyPatch, with_logits: bool, worse: bool
 ) -> None:
-    """Also of distant and invalid points, and of copies of calibration points."""
+    """Also of distant and invalid points and of copies of calibration points; with errors fifty times as large too."""
     z, _, logits = draw(rng, 6000)
     z[:1000] *= torch.logspace(-3, 6, 1000)[:, None]
     z[1000], z[1001] = torch.nan, torch.inf
     z[1002:1500] = draw(np.random.default_rng(0), 800)[0][:498]
     given = {"logits": logits} if with_logits else {}
+    real = RegionDensities._with_errors
+
+    def with_large_errors(model: RegionDensities, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        density, error = real(model, points)
+        sign = 1 - 2 * ((torch.arange(len(density))[:, None] + torch.arange(CLASSES)) % 2)
+        return density + 45.0 * error * sign, 50.0 * error
+
+    if worse:
+        monkeypatch.setattr(RegionDensities, "_with_errors", with_large_errors)
     with torch.no_grad():
         found = head(z, **given)
+        if worse:
+            with monkeypatch.context() as patch:
+                patch.setattr(assess_module, "settled", lambda measured, *_: measured)
+                assert (head(z, **given).strangeness != found.strangeness).sum() > 10, "the second pass changes nothing"
         few = [head(z[i : i + 7], **{name: part[i : i + 7] for name, part in given.items()}) for i in range(0, 70, 7)]
         monkeypatch.setattr(RegionDensities, "quick", exact)
         wanted = head(z, **given)
