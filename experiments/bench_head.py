@@ -60,8 +60,10 @@ class Networklike:
 
     def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         labels, mode = self.rng.integers(0, CLASSES, rows), self.rng.integers(0, MODES, rows)
-        noise = np.einsum("nr,nrd->nd", self.rng.normal(size=(rows, 24)), self.spread[labels]) / 3.0
-        z = self.middles[labels, mode] + noise + 0.1 * self.rng.normal(size=(rows, FEATURES))
+        noise = self.rng.normal(size=(rows, 24))
+        z = self.middles[labels, mode] + 0.1 * self.rng.normal(size=(rows, FEATURES))
+        for c, spread in enumerate(self.spread):
+            z[labels == c] += noise[labels == c] @ spread / 3.0
         return z.astype(np.float32), labels, ((z - z.mean(axis=0)) @ self.weights.T).astype(np.float32)
 
     def head(self, points: int, reference_points: int) -> TrustHead:
@@ -71,8 +73,8 @@ class Networklike:
         return head
 
     def batch(self, rows: int, device: str) -> tuple[Tensor, Tensor]:
-        z, _, logits = self.draw(min(rows, 2**16))
-        return repeated(z, logits, rows, device)
+        z, _, logits = self.draw(rows)
+        return torch.from_numpy(z).to(device), torch.from_numpy(logits).to(device)
 
 
 def milliseconds(function: Callable[[], Any], repeats: int, device: str) -> float:
@@ -179,7 +181,7 @@ def fashion_file() -> Path:
 
 
 def repeated(z: np.ndarray, logits: np.ndarray, rows: int, device: str) -> tuple[Tensor, Tensor]:
-    """The first rows of embeddings and logits, which follow one another as often as needed."""
+    """The first rows of embeddings and logits, one after the other as often as needed."""
     times = -(-rows // len(z))
     return tuple(torch.from_numpy(part).float().repeat(times, 1)[:rows].to(device) for part in (z, logits))  # type: ignore[return-value]
 

@@ -17,8 +17,6 @@ CPU_PEERS = {
     "knn": "pytorch-ood, kNN",
     "vim": "pytorch-ood, ViM",
 }
-# Different points among the rows of a large batch of bench_head.py; the others repeat them.
-DISTINCT = 2**16
 # Fields that decide or promise.
 DECISIONS = ("label", "trust", "rule", "nearest", "network_label", "accept")
 
@@ -76,8 +74,7 @@ def exact(part: dict[str, Any]) -> str:
     ranks, scores = ("p_value", "class_p_value"), ("confidence", "strangeness", "joint")
     lengths = "distance", "margin", "network_margin"
     return (
-        f"On {spaced(part['rows'])} rows ({spaced(min(part['rows'], DISTINCT))} different points) of each of "
-        f"{len(heads)} heads, kernels and plain torch differ in "
+        f"On {spaced(part['rows'])} different rows of each of {len(heads)} heads, kernels and plain torch differ in "
         f"{differing('without_kernels', *DECISIONS)} decisions (labels, rules, trust, nearest ellipsoid, `accept`), "
         f"{differing('without_kernels', *ranks)} p-values, {differing('without_kernels', *scores)} scores (confidence, "
         f"strangeness, `joint`) and {differing('without_kernels', *lengths)} distances and margins. Of "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from torch import Tensor
 
 from sepc_torch.shapes import Array
 
@@ -50,10 +49,3 @@ def odd_classes(rng: np.random.Generator) -> Iterator[tuple[str, Array, Array]]:
 
 def _unit_variance(points: Array) -> Array:
     return (points - points.mean(axis=0)) / points.std(axis=0)
-
-
-def largest_error(density: Tensor, accuracy: Tensor) -> Tensor:
-    """The stated bound of errors of the CUDA kernel."""
-    factor, top, far = accuracy
-    gap = top - density
-    return factor * gap * (1.0 + gap / far).clamp_max(4.0)

@@ -101,7 +101,7 @@ called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call
 assert "sepc_torch.judge_distances.default" in called, called
 """
 
-# The operator of CUDA devices, which may write to the densities.
+# The operator of CUDA devices.
 CHECKS["operator of CUDA"] = """
 from sepc_torch.head import assess
 scores = rng.normal(size=(240, 3))
@@ -112,7 +112,7 @@ class Assess(torch.nn.Module):
         label, least = logits.argmax(dim=1), torch.zeros((), dtype=torch.float64)
         valid = torch.zeros_like(label, dtype=torch.bool)
         rows = density, [near], [white], [mahalanobis], [logits], label, valid, least
-        return assess._assess(*rows, list(head.calibration.network.tables()), [])
+        return assess._assess(*rows, list(head.calibration.network.tables()))
 check(Assess(), z, torch.from_numpy(np.concatenate([scores, scores])).float())
 """
 

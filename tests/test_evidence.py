@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head.evidence import (
-    DENSITY_STEP,
     DISTANCE_STEP,
+    LOG_STEP,
     ODDS_STEP,
     Evidence,
     EvidenceValues,
+    energies,
     fit_evidence,
     log_odds,
     on_grid,
@@ -165,20 +166,25 @@ def test_the_neighbours_column_is_the_trust_score(rng: Rng) -> None:
     assert torch.allclose(values.nonconformity[:, 1], each.amin(dim=1), rtol=0.51 * DISTANCE_STEP, atol=0.0)
     white = fit_projection(points.double().numpy(), codes.numpy(), 64, None, "pca", torch.float64)
     unit = torch.cdist(white(z.double()), white(points.double())).amin(dim=1)
-    assert torch.allclose(values.nonconformity[:, 2], unit, rtol=0.51 * DISTANCE_STEP, atol=1e-5)
+    # The coordinates have eleven bits.
+    assert torch.allclose(values.nonconformity[:, 2], unit, rtol=0.51 * DISTANCE_STEP + 2.0**-11, atol=1e-5)
 
 
 def test_what_depends_on_rounding_lies_on_grids(rng: Rng) -> None:
-    """Columns of densities are the nearest multiples of their steps, so changes far below a step change nothing."""
+    """Columns are the nearest multiples of their steps, so changes far below a step change nothing."""
     evidence, _, _ = fitted(rng)
+    logits = torch.from_numpy(8.0 * rng.normal(size=(200, 3)))
     z = torch.from_numpy(5.0 * rng.normal(size=(200, 6))).float()
     label = torch.from_numpy(rng.integers(0, 3, 200))
     measured = evidence.measure(z)
+    assert measured.mahalanobis is not None
     values = evidence.values(measured, label)
     exact = torch.asinh(log_odds(measured.density, label)), torch.asinh(measured.density.amax(dim=1))
     for found, expected, step in (
         (values.support[:, 0], exact[0], ODDS_STEP),
-        (-torch.asinh(values.nonconformity[:, 0]), exact[1], DENSITY_STEP),
+        (-torch.asinh(values.nonconformity[:, 0]), exact[1], LOG_STEP),
+        (values.nonconformity[:, 3].log(), measured.mahalanobis.log(), DISTANCE_STEP),
+        (torch.asinh(energies(logits)), torch.asinh(-logits.logsumexp(dim=1)), LOG_STEP),
     ):
         steps = found / step
         assert torch.allclose(steps, steps.round(), rtol=0.0, atol=1e-9)
@@ -290,4 +296,4 @@ def test_scale_of_the_embeddings_does_not_matter(rng: Rng, scale: float) -> None
     b = evidence_of(scale * points, codes, codes, 1000)(scale * z, label)
     assert torch.allclose(a.support, b.support, atol=0.01)
     units = torch.tensor([1.0, scale, 1.0, 1.0])
-    assert torch.allclose(a.nonconformity * units, b.nonconformity, rtol=2 * DENSITY_STEP)
+    assert torch.allclose(a.nonconformity * units, b.nonconformity, rtol=2 * LOG_STEP)

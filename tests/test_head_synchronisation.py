@@ -195,7 +195,7 @@ def test_nothing_but_the_partition_synchronises(
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
-    for module in (device_sync, assess, densities):
+    for module in (device_sync, assess, densities, neighbours):
         monkeypatch.setattr(module, "readable", lambda _: False)  # as on a CUDA device
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)

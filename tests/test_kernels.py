@@ -125,27 +125,42 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
     from triton.compiler import ASTSource, compile
 
     from sepc_torch.head.kernels import assess, coordinates, labels, mixtures, search
+    from sepc_torch.model.kernels import screening
 
     rows = 128 if many else 4
-    flags = {"has_near": True, "has_logits": True, "has_energy": True, "find_open": many, "only_open": not many}
+    flags = {"has_near": True, "has_mahalanobis": True, "has_logits": True, "has_energy": True}
     sizes = {"kind_count": 5, "steps": 12, "held_steps": 13, "class_steps": 9, "fan": 1 if many else 5, "rows": rows}
-    tiles = {"block": 64, "blocks": 2 if many else 1, "size": 64, "beside": 4 if many else 1, "last": 7, "rows": 64}
+    tiles = {
+        "block": 64,
+        "blocks": 2 if many else 1,
+        "pairs": many,
+        "size": 64,
+        "beside": 4 if many else 1,
+        "last": 7,
+        "rows": 64,
+    }
     integers = ("points", "classes", "most", "held_count", "class_width", "logit_stride", "least_stride", "row_stride",
                 "column_stride", "count", "per", "dim", "parts")  # fmt: skip
-    lists = "chunks", "place", "open_rows", "open_count", "listed", "number", "order", "starts"
+    lists = "chunks", "place", "lists", "used", "codes", "order", "starts"
     masks = "invalid", "missing", "accept"
-    half, single = ("high", "low", "tile_high", "tile_low"), ("near", "white", "logits", "factor", "half", "best")
+    half = "high", "low", "tile_high", "tile_low"
+    single = ("near", "white", "logits", "factor", "half", "best", "z", "origin", "feature_scale", "bias", "unit",
+              "norms", "estimate", "slope", "offset", "marked", "out")  # fmt: skip
     for kernel, constants in (
         (assess._assess, flags | sizes),
         (labels._largest, {"rows": rows, "lanes": 16}),
-        (search._closest, tiles),
+        (search._closest, tiles | {"rows": 64}),
         (coordinates._nearest_mean, {"columns": 64, "rows": 16, "one_tile": many}),
-        (mixtures._exact_mixtures, {"rows": 64, "features": 32 if many else 16}),
+        (screening._estimate, {"top": 2.0**14, "block": 64, "blocks": 2 if many else 1, "rows": 128}),
+        (mixtures._select, {"relative": 1e-5, "cut": 28.0, "rows": rows, "lanes": 2 if many else 64, "apart": 32}),
+        (mixtures._exact, {"rows": 64, "features": 16, "apart": 32}),
+        (mixtures._mixtures, {"rows": 16, "lanes": 16}),
     ):
         types = dict.fromkeys(kernel.arg_names, "*fp64") | dict.fromkeys(lists, "*i32")
         types |= dict.fromkeys(("label", "class_counts"), "*i64") | dict.fromkeys(masks, "*i1")
         for names, kind in ((integers, "i32"), (half, "*fp16"), (single, "*fp32"), (constants, "constexpr")):
             types |= dict.fromkeys(names, kind)
+        types |= {"reach": "fp32"} | ({"matrix": "*fp16"} if kernel is screening._estimate else {})
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
         assert compiled.asm["cubin"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.head import neighbours
-from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.neighbours import Neighbours, as_half
 from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
@@ -220,3 +220,33 @@ def test_compiled_and_exported_graphs_hold_one_operator(sizes: str) -> None:
     ).replace("SIZES", sizes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "right", done.stderr[-2000:]
+
+
+def test_eleven_bits(rng: Rng) -> None:
+    """Numbers keep the digits of float16, ties to even, at every size."""
+    x = torch.from_numpy(rng.normal(size=5000) * 10.0 ** rng.uniform(-3, 37, size=5000)).float()
+    x[:6] = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, -65535.0, 0.0, torch.inf, 2.0**-20 * 1.3])
+    found = as_half(x)
+    assert found[:6].tolist() == [1.0, 1 + 2.0**-9, -65536.0, 0.0, torch.inf, 21 * 2.0**-24]
+    mantissa, exponent = torch.frexp(x.double())
+    digits = torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+    expected = torch.where(x.abs() < 2.0**-14, found.double(), digits)
+    assert torch.equal(found[6:].double(), expected[6:])
+    assert torch.equal(as_half(found), found)
+    ordinary = torch.from_numpy(rng.normal(size=1000)).float()
+    assert torch.equal(as_half(ordinary), as_half(torch.cat([ordinary, x]))[:1000])
+    assert torch.equal(as_half(torch.cat([ordinary, x[:1] * torch.nan]))[:1000], as_half(ordinary))
+
+
+def test_points_with_eleven_bits(rng: Rng) -> None:
+    """Points and embeddings are rounded; a copy of a point is at distance zero."""
+    points, codes = torch.from_numpy(rng.normal(size=(50, 8))).float(), torch.zeros(50, dtype=torch.int64)
+    near = Neighbours(points, codes, in_half=True)
+    z = torch.cat([points[:3], torch.from_numpy(rng.normal(size=(40, 8))).float()])
+    distance, index = near.nearest(z)
+    least, nearest = torch.cdist(as_half(z).double(), as_half(points).double()).min(dim=1)
+    assert distance[:3].tolist() == [[0.0]] * 3
+    assert torch.equal(index.squeeze(1), nearest)
+    assert torch.allclose(distance.squeeze(1).double(), least, rtol=1e-6)
+    assert torch.equal(near(as_half(z), rounded=True), distance)
+    assert torch.equal(near.double()(z.double()).float(), distance)

@@ -14,8 +14,7 @@ from sepc_torch import TrustHead
 from sepc_torch.head import assess as assess_module
 from sepc_torch.head import densities
 from sepc_torch.head.assess import assess
-from sepc_torch.head.densities import RegionDensities, fit_densities
-from sepc_torch.head.kernels.tables import OpenTables
+from sepc_torch.head.densities import OpenTables, RegionDensities, fit_densities
 from sepc_torch.head.open_rows import open_rows, settled
 from sepc_torch.head.prediction import HeadPrediction
 
@@ -41,8 +40,14 @@ def head() -> TrustHead:
     return found
 
 
-def exact(model: RegionDensities, points: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def exact(
+    model: RegionDensities, points: torch.Tensor, _label: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return model(points), []
+
+
+def quick(model: RegionDensities, points: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return model.for_labels(points, torch.zeros(len(points), dtype=torch.int64))
 
 
 @pytest.mark.parametrize("rows", [32, 64])
@@ -51,10 +56,10 @@ def test_the_stated_accuracy_holds(rng: Rng, rows: int) -> None:
         model, _ = fit_densities(points, codes, np.full(len(codes), -1))
         z = torch.from_numpy(points[rng.permutation(len(codes))[:rows]]).float()
         z[: rows // 2] += 3e-4 * torch.from_numpy(rng.normal(size=(rows // 2, z.shape[1]))).float()
-        found, tables = model.quick(z)
+        found, tables = quick(model, z)
         wanted = model(z)
         assert not torch.equal(found, wanted)
-        assert ((found - wanted).abs() <= OpenTables(*tables).accuracy).all(), name
+        assert ((found - wanted).abs() <= OpenTables(*tables).error).all(), name
 
 
 @pytest.mark.parametrize("dim", [2, 8, 64])
@@ -68,8 +73,8 @@ def test_the_stated_accuracy_holds_for_hard_points(rng: Rng, dim: int) -> None:
     model, _ = fit_densities(points, codes, np.full(1000, -1))
     _, offsets, whiteners = model.wide
     z = torch.from_numpy(hard_points(rng, offsets[0].numpy(), whiteners[0].numpy(), 5000)).float()
-    found, tables = model.quick(z)
-    ratio = (found - model(z)).abs() / OpenTables(*tables).accuracy
+    found, tables = quick(model, z)
+    ratio = (found - model(z)).abs() / OpenTables(*tables).error
     assert 0.02 < float(ratio.max()) <= 1.0
 
 
@@ -100,7 +105,7 @@ def test_no_field_depends_on_float32(
                 patch.setattr(assess_module, "settled", lambda measured, *_: measured)
                 assert (head(z, **given).strangeness != found.strangeness).sum() > 10, "the second pass changes nothing"
         few = [head(z[i : i + 7], **{name: part[i : i + 7] for name, part in given.items()}) for i in range(0, 70, 7)]
-        monkeypatch.setattr(RegionDensities, "quick", exact)
+        monkeypatch.setattr(RegionDensities, "for_labels", exact)
         wanted = head(z, **given)
     for name, a, b in zip(HeadPrediction._fields, found, wanted, strict=True):
         assert torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0)), name
@@ -115,12 +120,12 @@ def test_errors_within_the_bound_change_no_value(head: TrustHead, rng: Rng, erro
     assert head.evidence is not None
     assert head.calibration is not None
     z, label, _ = draw(rng, 500, spread=3.0)
-    wanted, quick = head.evidence.measure(z), head.evidence.measure(z, quick=True)
-    tables = OpenTables(*quick.regions)
-    bound = tables.accuracy * (error / tables.accuracy.amin(dim=1, keepdim=True))
+    wanted, found = head.evidence.measure(z), head.evidence.measure(z, label)
+    tables = OpenTables(*found.regions)
+    bound = tables.error * (error / tables.error.amin(dim=1, keepdim=True))
     sign = torch.where(torch.nn.functional.one_hot(label, CLASSES) == 1, 1.0, -1.0)
     sign *= torch.from_numpy(rng.choice([-0.95, 0.95], size=(500, 1)))
-    off = wanted._replace(density=wanted.density + bound * sign, regions=[*tables._replace(accuracy=bound)])
+    off = wanted._replace(density=wanted.density + bound * sign, regions=[*tables._replace(error=bound)])
     labels, valid = head.calibration.own, torch.zeros(500, dtype=torch.bool)
     assert labels.plain is not None
     given = None, label, valid, torch.tensor(0.3).double(), labels.tables(), labels.plain
@@ -140,15 +145,15 @@ def test_where_densities_stay_in_float64(head: TrustHead, rng: Rng) -> None:
     """Of few rows, of heads in float64, and of older heads whose bank has an origin."""
     assert head.evidence is not None
     model, z = head.evidence.densities, head.evidence.polar(draw(rng, 40)[0])
-    assert model.quick(z)[1]
-    assert model.quick(z[: densities._QUICK_ROWS - 1])[1] == []
+    assert quick(model, z)[1]
+    assert quick(model, z[: densities._QUICK_ROWS - 1])[1] == []
     points = rng.normal(size=(60, 3))
     wide, _ = fit_densities(points, np.arange(60) % 3, np.full(60, -1), torch.float64)
-    assert wide.quick(torch.from_numpy(points))[1] == []
+    assert quick(wide, torch.from_numpy(points))[1] == []
     older, _ = fit_densities(points, np.arange(60) % 3, np.full(60, -1))
     state = older.state_dict()
     older.load_state_dict({**state, "bank.origin": state["bank.origin"] + 0.5})
-    found, tables = older.quick(torch.from_numpy(points))
+    found, tables = quick(older, torch.from_numpy(points))
     assert tables == []
     assert torch.equal(found, older(torch.from_numpy(points)))
 
@@ -157,19 +162,19 @@ def test_tables_follow_the_buffers(rng: Rng) -> None:
     points = rng.normal(size=(60, 3))
     model, other = (fit_densities(s * points, np.arange(60) % 3, np.full(60, -1))[0] for s in (1.0, 3.0))
     z = torch.from_numpy(points).float()
-    model.quick(z)
+    quick(model, z)
     model.load_state_dict(other.state_dict())
-    for a, b in zip(model.quick(z)[1], other.quick(z)[1], strict=True):
+    for a, b in zip(quick(model, z)[1], quick(other, z)[1], strict=True):
         assert torch.equal(a, b)
 
 
 def test_pickles_have_no_derived_tables(head: TrustHead, rng: Rng) -> None:
     assert head.evidence is not None
     model, z = head.evidence.densities, head.evidence.polar(draw(rng, 40)[0])
-    model.quick(z)
+    quick(model, z)
     data = pickle.dumps(model)
     assert len(data) < 1.5 * sum(tensor.nbytes for tensor in model.state_dict().values()) + 10_000
     again = pickle.loads(data)
-    assert torch.equal(again.quick(z)[0], model.quick(z)[0])
+    assert torch.equal(quick(again, z)[0], quick(model, z)[0])
     assert torch.equal(copy.deepcopy(model)(z), model(z))
     copy.deepcopy(copy.deepcopy(model).to("meta"))

@@ -23,8 +23,7 @@ from torch import Tensor
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
 from sepc_torch.head.confidence import LogisticModels, confidences, logistic_models
 from sepc_torch.head.conformal import ClassCalibration, class_share_above, share_above
-from sepc_torch.head.evidence import Measurements, support_columns
-from sepc_torch.head.kernels.tables import OpenTables
+from sepc_torch.head.evidence import Measurements, energies, support_columns
 from sepc_torch.head.open_rows import settled
 from sepc_torch.head.strangeness import Survival, combined_score, finite_scores, survival
 from sepc_torch.model import torch_ops
@@ -104,23 +103,23 @@ def assess(
         The values in float64. Rows that are invalid or without a label have the confidence and the joint score zero,
         and are not accepted.
     """
-    density, *others, regions = measured
+    density, *others, _ = measured
     given = logits.detach() if logits is not None and logits.requires_grad else logits
     if not density.is_cuda and not torch.compiler.is_compiling():
         return _assess_by_rows(measured, given, label, invalid, least, plain)
     near, white, mahalanobis, scores = ([] if part is None else [part] for part in (*others, given))
     rows = density, near, white, mahalanobis, scores, label, invalid, least
     if density.is_cuda:
-        return Assessed(*_assess(*rows, list(tables), regions))
+        return Assessed(*_assess(*rows, list(tables)))
     return Assessed(*_assess_plain(*rows, plain.tensors()))
 
 
 def _assess_rows(*arguments: Any) -> tuple[Tensor, Tensor]:
-    rows, tables, regions = arguments[:-2], CalibrationTables(*arguments[-2]), arguments[-1]
+    rows, tables = arguments[:-1], CalibrationTables(*arguments[-1])
     if available(rows[0]):
         from sepc_torch.head.kernels.assess import assess_on_cuda
 
-        given = *rows, tables, OpenTables(*regions) if regions else None
+        given: Any = *rows, tables
         return assess_on_cuda(*given)
     given = *rows, PlainTables.of(tables).tensors()
     return assess_plainly(*given)
@@ -164,7 +163,7 @@ def _assess_by_rows(
     if some_refused:
         kinds = [torch.where(refused, torch.nan, kind) for kind in kinds]
     if finite is not None and tables.weights.shape[0] > len(kinds):  # file formats 1 to 3 had no energy
-        kinds.append(-finite.logsumexp(dim=1))
+        kinds.append(energies(finite))
     log_shares = tables.kinds.log_share(finite_scores(torch.stack(kinds)))
     score = combined_score(log_shares.T.contiguous(), tables.weights)  # the last digit of a sum depends on the layout
     typicality = tables.combined.log_share(score)
@@ -208,10 +207,9 @@ def _shapes(density: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:
 
 
 _ARGUMENTS = (
-    "density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, Tensor invalid, "
-    "Tensor least, Tensor[] tables"
+    "Tensor density, Tensor[] near, Tensor[] white, Tensor[] mahalanobis, Tensor[] logits, Tensor label, "
+    "Tensor invalid, Tensor least, Tensor[] tables"
 )
 _RESULTS = "(Tensor, Tensor)"
-# The kernel replaces the densities of open rows.
-_assess = torch_ops.operator(f"assess(Tensor(a!) {_ARGUMENTS}, Tensor[] regions) -> {_RESULTS}", _assess_rows, _shapes)
-_assess_plain = torch_ops.opaque(f"assess_plainly(Tensor {_ARGUMENTS}) -> {_RESULTS}", assess_plainly, _shapes)
+_assess = torch_ops.operator(f"assess({_ARGUMENTS}) -> {_RESULTS}", _assess_rows, _shapes)
+_assess_plain = torch_ops.opaque(f"assess_plainly({_ARGUMENTS}) -> {_RESULTS}", assess_plainly, _shapes)

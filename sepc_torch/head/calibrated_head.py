@@ -12,6 +12,7 @@ from sepc_torch.data.options import count
 from sepc_torch.head.calibration import Calibration
 from sepc_torch.head.calibration_set import LEAST_CALIBRATION, calibration_set
 from sepc_torch.head.conformal import check_share
+from sepc_torch.head.evidence import GRIDS
 from sepc_torch.head.groups import By, GroupAcceptance, accept_by_group
 from sepc_torch.head.head_module import HeadModule
 from sepc_torch.head.label_calibration import Acceptance
@@ -80,7 +81,7 @@ class CalibratedHead(HeadModule):
         )
         self.calibration = calibration.to(z.device)
         self.training_set = None if self.training_set is None else self.training_set.calibrated()
-        self._stale_warned, self._rounded = False, True
+        self._stale_warned, self._grids = False, GRIDS
         self.accept_at(flag_rate=self.calibration.own.least_flag_rate(_FLAG_RATE))
         return self
 

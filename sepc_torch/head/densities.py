@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
-from sepc_torch.head.kernels.tables import OpenTables, RegionTables
+from sepc_torch.head.kernels.tables import RegionTables
 from sepc_torch.head.moments import Moments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels import Split
 from sepc_torch.model.kernels.launch import has_float64_products, on_device
+from sepc_torch.model.kernels.rounded_ellipsoids import Rounded, rounded
 from sepc_torch.model.kernels.tables import upper_triangular
 from sepc_torch.model.precision import as_dtype
 from sepc_torch.shapes import Array, Float, Int
@@ -43,18 +44,10 @@ _LEAST_SHARE = 1e-6
 # lengths of the columns of W. About twice the largest that was measured, of points chosen to have large errors.
 _UNIT = 2.0**-24
 _OWN_ERROR, _SPREAD_ERROR = 8.0 * _UNIT, 3.2 * _UNIT
-# Relative error of a distance of the CUDA kernel: in general, and per unit of the amplification of a whitener. In few
-# dimensions the last one over their root is larger. About twice the largest that was measured for the nearest class, of
-# heads of networks and of classes a thousand times as wide as thin; points chosen to be hard can have larger errors.
-_DISTANCE_ERROR, _AMPLIFIED_ERRORS = 2.0**-20, (0.1 * 2.0**-20, 0.35 * 2.0**-20)
-# Log density below the largest possible one, per dimension, at which the error of a point counts twice.
-_FAR = 8.0
 # Rows of a batch from which a CPU takes distances in float32: with fewer, finding the open rows takes as long.
 _QUICK_ROWS = 32
 # What RegionDensities computes from its buffers.
-_DERIVED = ("classes", "by_class", "power", "wide", "open_tables", "spread_tables", "narrow")
-# Steps of the power iteration for the largest singular value of a matrix.
-_POWER_STEPS = 20
+_DERIVED = ("classes", "mixture", "wide", "coarse", "kernel_tables", "spread_tables", "narrow")
 
 
 class ClassSpread(NamedTuple):
@@ -62,6 +55,32 @@ class ClassSpread(NamedTuple):
 
     means: Float[Array, "C R"]
     whitener: Float[Array, "R R"]
+
+
+class Mixture(NamedTuple):
+    """Regions as terms of mixtures in float64; ``power`` is half the sum of the freedom and the dimension."""
+
+    log_weight: Float[Tensor, "K"]
+    freedom: Float[Tensor, "K"]
+    power: Float[Tensor, "K"]
+    codes: Int[Tensor, "K"]
+
+
+class OpenTables(NamedTuple):
+    """Points (B, R) in float32, regions in float64, and the largest errors of log densities.
+
+    With them the densities of single rows can be computed again in float64.
+    """
+
+    points: Float[Tensor, "B R"]
+    origin: Float[Tensor, "R"]
+    offsets: Float[Tensor, "K R"]
+    whiteners: Float[Tensor, "K R R"]
+    log_weight: Float[Tensor, "K"]
+    freedom: Float[Tensor, "K"]
+    power: Float[Tensor, "K"]
+    codes: Int[Tensor, "K"]
+    error: Float[Tensor, "B C"]
 
 
 class RegionDensities(nn.Module):
@@ -94,19 +113,21 @@ class RegionDensities(nn.Module):
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def _derive(self) -> None:
-        """Compute what is not saved: the number of classes, the order that CUDA kernels need, the bank in float64."""
+        """Compute what is not saved: the number of classes, the regions in float64, and the tables of the kernels."""
         self.classes = int(self.codes.max()) + 1
-        starts = torch.nn.functional.pad(torch.bincount(self.codes, minlength=self.classes).cumsum(0), (1, 0))
-        self.by_class = RegionTables(
-            self.codes.argsort(stable=True).int(), starts.int(), self.log_weight.double(), self.freedom.double()
-        )
-        self.power = (self.by_class.freedom + self.bank.dim) / 2
-        whiteners = self.bank.whiteners.double()
-        if self.bank.prepared is not None:  # CUDA kernels take half of the matrix
-            whiteners = upper_triangular(whiteners)
-        self.wide = self.bank.origin.double(), self.bank.offsets.double(), whiteners
-        again = self.bank.prepared is not None and has_float64_products()
-        self.open_tables = [*self.wide, *self.by_class, self.codes, self.accuracy()] if again else []
+        freedom = self.freedom.double()
+        self.mixture = Mixture(self.log_weight.double(), freedom, (freedom + self.bank.dim) / 2, self.codes)
+        self.wide = self.bank.origin.double(), self.bank.offsets.double(), self.bank.whiteners.double()
+        self.coarse: Rounded | None = None
+        self.kernel_tables: list[Tensor] = []
+        if self.bank.prepared is not None and has_float64_products():
+            self.coarse = rounded(self.bank.prepared)
+            starts = torch.nn.functional.pad(torch.bincount(self.codes, minlength=self.classes).cumsum(0), (1, 0))
+            order = self.codes.argsort(stable=True)
+            weights = self.mixture.log_weight, self.mixture.freedom
+            *centers, whiteners = self.wide
+            matrices = upper_triangular(whiteners)  # half of every matrix is zero
+            self.kernel_tables = [order.int(), starts.int(), self.codes.int(), *weights, *centers, matrices]
         self.spread_tables: list[Tensor] = []
         # Subtracting an origin would round, far from the centres by more than the distances allow.
         self.narrow = self.log_weight.dtype == torch.float32 and not bool(self.bank.origin.any())
@@ -125,21 +146,6 @@ class RegionDensities(nn.Module):
             self._derive()
         return moved
 
-    def accuracy(self) -> Float[Tensor, "3"]:
-        r"""Numbers a, b and r that bound the errors of log densities l of the CUDA kernel.
-
-        The error is below :math:`a g \min(1 + g / r, 4)` with :math:`g = b - l`. A relative error e of :math:`d_k`
-        changes :math:`\log t_k = w_k - \frac{\nu_k + R}{2} \log(1 + d_k^2 / \nu_k)` by at most
-        :math:`e (\nu_k + R) \log(1 + d_k^2 / \nu_k) = 2 e (w_k - \log t_k)`, and the log density l of a class with
-        at most K regions by at most :math:`2 e (\max_k w_k + \log K - l)`. The last factor is for points far away. They
-        can lie in a direction in which the errors of coordinates do not average out.
-        """
-        dim = self.bank.dim
-        slope = max(_AMPLIFIED_ERRORS[0], _AMPLIFIED_ERRORS[1] * dim**-0.5)
-        error = (slope * _amplification(self.wide[2]).amax()).clamp_min(_DISTANCE_ERROR)
-        most = self.by_class.log_weight.amax() + math.log(len(self.codes))
-        return torch.stack([2.0 * error, most, torch.full_like(most, _FAR * dim)])
-
     def forward(self, points: Float[Tensor, "B R"]) -> Float[Tensor, "B C"]:
         """Return the log density of each point under each class, in float64.
 
@@ -148,32 +154,33 @@ class RegionDensities(nn.Module):
         # Distances in float64: in float32 their last digits would depend on the batch.
         origin, offsets, whiteners = self.wide
         offset = _rounded_relative(points, origin, self.log_weight.dtype == torch.float32)
-        return self._of_distances(torch_ops.distances(offset, offsets, whiteners))
+        return _log_densities(torch_ops.distances(offset, offsets, whiteners), list(self.mixture), self.classes)
 
-    def _of_distances(self, distance: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
-        """Log density of each class in float64, from the distances to all regions."""
-        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
-        return _log_densities(distance, *tables, self.classes)
+    def for_labels(
+        self, points: Float[Tensor, "B R"], label: Int[Tensor, "B"]
+    ) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
+        """Log densities as far as the log odds of labels and the largest log density depend on them.
 
-    def quick(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], list[Tensor]]:
-        """Log densities, from distances in float32 where that is faster.
+        For modules in float32 this is faster than :meth:`forward`. CUDA kernels compute only densities that matter; the
+        others are -inf. On a CPU, batches outside of graphs take distances in float32. Elsewhere the densities are
+        those of :meth:`forward`.
 
-        That is in batches on a CPU outside of graphs, and on CUDA with kernels that multiply in float64, for modules in
-        float32. Otherwise the densities are those of :meth:`forward`.
+        Args:
+            points: The points.
+            label: The labels as indices into the classes; -1 for a row without a label.
 
         Returns:
-            The densities, and the tables to compute those of single rows again in float64
-            (:class:`~sepc_torch.head.kernels.tables.OpenTables`); no tables if the densities are in float64.
+            The densities and, where distances are in float32, the tables to compute single rows again in float64
+            (:class:`OpenTables`).
         """
         narrow = as_dtype(points, self.log_weight.dtype)
-        if (prepared := self.bank.prepared_for(narrow)) is not None and self.open_tables:
-            regions = list(self.by_class)
-            found = _densities_of_points(narrow, self.bank.origin, list(prepared[:-1]), prepared.reach, regions)
-            return found, [narrow, *self.open_tables]
+        if (prepared := self.bank.prepared_for(narrow)) is not None and self.coarse is not None:
+            bank, coarse = (list(prepared[:-1]), prepared.reach), (list(self.coarse[:-1]), self.coarse.relative)
+            return _densities_for_labels(narrow, label, self.bank.origin, *bank, *coarse, self.kernel_tables), []
         if not self.narrow or not readable(points) or len(points) < _QUICK_ROWS:
             return self(points), []
         found, error = self._with_errors(narrow)
-        return found, [narrow, *self.wide, *self.by_class, self.codes, error]
+        return found, [narrow, *self.wide, *self.mixture, error]
 
     def _with_errors(self, points: Float[Tensor, "B R"]) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B C"]]:
         """Log densities from distances in float32, and their largest errors."""
@@ -182,86 +189,48 @@ class RegionDensities(nn.Module):
             weighted = squares * self.wide[1]
             self.spread_tables = [squares.T, -2.0 * weighted.T, (weighted * self.wide[1]).sum(dim=1)]
         square, linear, constant = self.spread_tables
-        tables = self.by_class.log_weight, self.by_class.freedom, self.power, self.codes
-        rows = torch_ops.rows_per_piece(self.by_class.log_weight, 8 * len(self.codes))
+        _, freedom, power, codes = self.mixture
+        rows = torch_ops.rows_per_piece(freedom, 8 * len(codes))
         densities, errors = [], []
         for some, near in zip(points.split(rows), self.bank(points).split(rows), strict=True):
             z, distance = some.double(), near.double()
             spread = torch.addmm(constant + z.square() @ square, z, linear).clamp_min_(0.0).sqrt_()
             off = _OWN_ERROR * distance + _SPREAD_ERROR * self.bank.dim**0.5 * spread
-            # The derivative of the log density of a region.
-            off *= 2.0 * self.power * distance / (self.by_class.freedom + distance.square())
-            most, share, total = _shares(distance, *tables, self.classes)
+            off *= 2.0 * power * distance / (freedom + distance.square())  # the derivative of a log density
+            most, share, total = _shares(distance, self.mixture, self.classes)
             densities.append(most + total.log())
             # The error of the log of a sum is the mean of the errors of the logs of its terms.
-            codes = self.codes.expand(len(some), -1)
-            errors.append(torch.zeros_like(most).scatter_add(1, codes, share * off) / total)
+            errors.append(torch.zeros_like(most).scatter_add(1, codes.expand(len(some), -1), share * off) / total)
         return torch.cat(densities), torch.cat(errors)
 
 
 def densities_again(tables: OpenTables, rows: Int[Tensor, "n"], classes: int) -> Float[Tensor, "n C"]:
     """Log densities of single rows in float64, as :meth:`RegionDensities.forward` computes them."""
-    offset = tables.points.index_select(0, rows).double() - tables.origin
-    distance = torch_ops.distances(offset, tables.offsets, tables.whiteners)
-    power = (tables.freedom + offset.shape[1]) / 2
-    return mixtures(distance, tables.log_weight, tables.freedom, power, tables.codes, classes)
+    points, origin, offsets, whiteners, *regions, _ = tables
+    offset = points.index_select(0, rows).double() - origin
+    return mixtures(torch_ops.distances(offset, offsets, whiteners), Mixture(*regions), classes)
 
 
-def _amplification(whiteners: Float[Tensor, "K R R"]) -> Float[Tensor, "K"]:
-    r"""How much :math:`y = W (x - c)` can amplify rounding errors: :math:`\|D W^{-1}\|_2`, at least 1.
-
-    D is the diagonal matrix of the lengths of the columns of W. Errors u of the products change y by about
-    :math:`u \|D (x - c)\| \le u \|D W^{-1}\|_2 \|y\|`. The matrix norm comes from a power iteration.
-    """
-    matrix = torch.linalg.inv(whiteners) * torch.linalg.vector_norm(whiteners, dim=1).unsqueeze(2)
-    vector = torch.linalg.vector_norm(matrix, dim=1).unsqueeze(2)
-    for _ in range(_POWER_STEPS):
-        vector = matrix.mT @ (matrix @ vector)
-        vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
-    return torch.linalg.vector_norm(matrix @ vector, dim=1).squeeze(1)
-
-
-def _class_log_densities(
-    distance: Float[Tensor, "B K"],
-    log_weight: Float[Tensor, "K"],
-    freedom: Float[Tensor, "K"],
-    power: Float[Tensor, "K"],
-    codes: Int[Tensor, "K"],
-    classes: int,
-) -> Float[Tensor, "B C"]:
+def _class_log_densities(distance: Float[Tensor, "B K"], regions: list[Tensor], classes: int) -> Float[Tensor, "B C"]:
     """Log density of each class in float64, from the distances to all regions; in pieces of rows."""
-    rows = torch_ops.rows_per_piece(log_weight, 4 * codes.shape[0])
-    tables = log_weight, freedom, power, codes
+    mixture = Mixture(*regions)
+    rows = torch_ops.rows_per_piece(mixture.power, 4 * mixture.codes.shape[0])
     if distance.shape[0] <= rows:
-        return mixtures(distance, *tables, classes)
-    return torch.cat([mixtures(piece, *tables, classes) for piece in distance.split(rows)])
+        return mixtures(distance, mixture, classes)
+    return torch.cat([mixtures(piece, mixture, classes) for piece in distance.split(rows)])
 
 
-def mixtures(
-    distance: Float[Tensor, "B K"],
-    log_weight: Float[Tensor, "K"],
-    freedom: Float[Tensor, "K"],
-    power: Float[Tensor, "K"],
-    codes: Int[Tensor, "K"],
-    classes: int,
-) -> Float[Tensor, "B C"]:
-    """Log densities of mixtures, from distances to their regions; all in float64.
-
-    ``power`` is half the sum of the degrees of freedom and the dimension.
-    """
-    most, _, total = _shares(distance, log_weight, freedom, power, codes, classes)
+def mixtures(distance: Float[Tensor, "B K"], regions: Mixture, classes: int) -> Float[Tensor, "B C"]:
+    """Log densities of mixtures, from distances to their regions; all in float64."""
+    most, _, total = _shares(distance, regions, classes)
     return most + total.log()
 
 
 def _shares(
-    distance: Float[Tensor, "B K"],
-    log_weight: Float[Tensor, "K"],
-    freedom: Float[Tensor, "K"],
-    power: Float[Tensor, "K"],
-    codes: Int[Tensor, "K"],
-    classes: int,
+    distance: Float[Tensor, "B K"], regions: Mixture, classes: int
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B K"], Float[Tensor, "B C"]]:
     """The largest log density of the regions of each class, all densities over it, and their sums by class."""
+    log_weight, freedom, power, codes = regions
     each = log_weight - power * torch.log1p(distance.square() / freedom)
     count = distance.shape[0]  # torch.export would treat len(distance) as a constant
     codes = codes.expand(count, -1)
@@ -280,12 +249,9 @@ _rounded_relative = torch_ops.opaque(
     lambda points, origin, narrow: points.new_empty(points.shape, dtype=torch.float64),
 )
 _log_densities = torch_ops.operator(
-    "log_densities(Tensor distance, Tensor log_weight, Tensor freedom, Tensor power, Tensor codes, int classes) "
-    "-> Tensor",
+    "log_densities(Tensor distance, Tensor[] regions, int classes) -> Tensor",
     _class_log_densities,
-    lambda distance, log_weight, freedom, power, codes, classes: distance.new_empty(
-        distance.shape[0], classes, dtype=torch.float64
-    ),
+    lambda distance, regions, classes: distance.new_empty(distance.shape[0], classes, dtype=torch.float64),
 )
 
 
@@ -294,18 +260,27 @@ def _after_loading(module: RegionDensities, _keys: Any) -> None:
 
 
 def _launch_densities(
-    points: Tensor, origin: Tensor, bank: list[Tensor], reach: float, regions: list[Tensor]
+    points: Tensor,
+    label: Tensor,
+    origin: Tensor,
+    bank: list[Tensor],
+    reach: float,
+    coarse: list[Tensor],
+    relative: float,
+    regions: list[Tensor],
 ) -> Float[Tensor, "B C"]:
     from sepc_torch.head.kernels.mixtures import log_densities
 
+    ellipsoids = Split(*bank, reach), Rounded(*coarse, relative)  # type: ignore[call-arg, arg-type]
     with on_device(points):
-        return log_densities(points, origin, Split(*bank, reach), RegionTables(*regions))  # type: ignore[call-arg, arg-type]
+        return log_densities(points, label, origin, *ellipsoids, RegionTables(*regions))
 
 
-_densities_of_points = torch_ops.operator(
-    "densities_of_points(Tensor points, Tensor origin, Tensor[] bank, float reach, Tensor[] regions) -> Tensor",
+_densities_for_labels = torch_ops.operator(
+    "densities_for_labels(Tensor points, Tensor label, Tensor origin, Tensor[] bank, float reach, Tensor[] coarse, "
+    "float relative, Tensor[] regions) -> Tensor",
     _launch_densities,
-    lambda points, origin, bank, reach, regions: points.new_empty(
+    lambda points, label, origin, bank, reach, coarse, relative, regions: points.new_empty(
         points.shape[0], regions[1].shape[0] - 1, dtype=torch.float64
     ),
 )

@@ -11,7 +11,8 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 
 - density: minus the log of the largest class density, of direction and length;
 - nearest: the distance to the nearest reference point, in the coordinates of the embeddings;
-- nearest_white: the same distance with every direction scaled to unit variance;
+- nearest_white: the same distance with every direction scaled to unit variance, in coordinates rounded to eleven bits
+  unless reference points are close to each other;
 - mahalanobis: the Mahalanobis distance of directions to the nearest class mean, with the residual outside the
   directions of largest variance (:mod:`sepc_torch.head.shared_gaussian`);
 - energy, where logits are given: :math:`-\log \sum_c e^{l_c}` (Liu et al. 2020).
@@ -19,7 +20,7 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 :mod:`sepc_torch.head.strangeness` combines them.
 
 Numbers whose last digits could depend on the device or the batch are rounded to grids (:func:`on_grid`): asinh of the
-log ratio of the regions, asinh of the largest log density, and logs of distances to reference points. They agree far
+log ratio of the regions, asinh of the largest log density and of the energy, and logs of distances. They agree far
 below the steps of the grids, so that scores are equal.
 """
 
@@ -36,7 +37,7 @@ from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.densities import RegionDensities, fit_densities
 from sepc_torch.head.kernels.tables import Affine, linear_tables
-from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.neighbours import Neighbours, typical_distance
 from sepc_torch.head.passes import ProjectedSet
 from sepc_torch.head.projection import Projection
 from sepc_torch.head.shared_gaussian import SharedGaussian, shared_gaussian
@@ -46,12 +47,18 @@ from sepc_torch.shapes import Array, Float, Int
 
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 MAX_LOG_RATIO = 7.0
+# Typical distance between neighbours, in standard deviations, from which whitened coordinates are rounded to eleven
+# bits. The rounding changes such a distance by about 1/4000, which is less than a step of the grid.
+_LEAST_APART = 0.5
 # Distances in directions of unit variance below this are rounding errors of float32.
 ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
 MAX_SOFTMAX = 10.0
-# Steps of the grids for asinh of the log odds of the regions, asinh of the largest log density, and log distances.
-ODDS_STEP, DENSITY_STEP, DISTANCE_STEP = 2.0**-8, 2.0**-10, 2.0**-10
+# Steps of the grids for asinh of the log odds of the regions, asinh of the largest log density and of the energy, and
+# logs of distances.
+ODDS_STEP, LOG_STEP, DISTANCE_STEP = 2.0**-8, 2.0**-10, 2.0**-10
+# Number of this definition of scores, kept with every calibration. In 1, energy and Mahalanobis distance had no grid.
+GRIDS = 2
 
 
 class EvidenceValues(NamedTuple):
@@ -62,10 +69,10 @@ class EvidenceValues(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """Label-independent measurements of a batch.
+    """Measurements of a batch.
 
     Attributes:
-        density: Log densities of every class.
+        density: Log densities of every class; -inf for classes that do not matter to given labels.
         near: Distances to the nearest reference point of every class; None without reference points.
         white: Distances to the nearest reference point in whitened coordinates; None without reference points.
         mahalanobis: Squared Mahalanobis distances; None in heads of file formats 1 to 3.
@@ -85,13 +92,13 @@ class Measurements(NamedTuple):
 
     def kinds(self) -> list[Float[Tensor, "B"]]:
         """The columns of the nonconformity."""
-        kinds = [-torch.sinh(on_grid(torch.asinh(self.density.amax(dim=1)), DENSITY_STEP))]
+        kinds = [-_log_on_grid(self.density.amax(dim=1))]
         if self.near is not None and self.white is not None:
             # A copy of a reference point has the distance zero. In whitened coordinates it differs by rounding errors.
             both = torch.stack([self.near.amin(dim=1), torch.where(self.white < ROUNDING, 0.0, self.white)])
-            kinds += on_grid(both.double().log(), DISTANCE_STEP).exp().unbind()
+            kinds += _distance_on_grid(both.double()).unbind()
         if self.mahalanobis is not None:
-            kinds.append(self.mahalanobis)
+            kinds.append(_distance_on_grid(self.mahalanobis))
         return kinds
 
 
@@ -126,7 +133,8 @@ class Evidence(nn.Module):
         """Compute the reference points in whitened coordinates; they are derived, so the state dict omits them."""
         points = self.white(self.reference_points.points)
         codes = torch.zeros_like(self.reference_points.codes)
-        self.white_reference_points = Neighbours(points, codes, persistent=False)
+        in_half = typical_distance(points) >= _LEAST_APART
+        self.white_reference_points = Neighbours(points, codes, persistent=False, in_half=in_half)
 
     def _derive(self) -> None:
         """Lay out the tables of the CUDA kernel of all coordinates; none where it cannot run."""
@@ -199,28 +207,31 @@ class Evidence(nn.Module):
         """Names of the columns of the support."""
         return ("regions", "neighbours") if self.reference_points.ends else ("regions",)
 
-    def measure(self, z: Float[Tensor, "B D"], *, quick: bool = False) -> Measurements:
-        """Return the measurements of embeddings that do not depend on a label, without gradients.
+    def measure(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"] | None = None) -> Measurements:
+        """Return the measurements of embeddings, without gradients.
 
-        With ``quick``, densities come from distances in float32, and ``regions`` has the tables to compute them again
-        (:meth:`RegionDensities.quick`).
+        With labels, as indices into the classes, densities are exact only as far as these labels need them, which is
+        faster (:meth:`RegionDensities.for_labels`).
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.measure(z, quick=quick)
+                return self.measure(z, label)
         white, mahalanobis = None, None
-        if self.tables and fits(z, self.tables):
-            polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables)
+        in_kernel = fits(z, self.tables)
+        if in_kernel:
+            in_half = self.white_reference_points.in_half
+            polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables, in_half)
             white = found[0] if self.reference_points.ends else None
             mahalanobis = found[-1] if self.gaussian is not None else None
         else:
             polar, square = self.polar.with_square(z)
             white = self.white(z) if self.reference_points.ends else None
             mahalanobis = None if self.gaussian is None else self.gaussian(polar, square)
-        density, regions = self.densities.quick(polar) if quick else (self.densities(polar), [])
+        density, regions = (self.densities(polar), []) if label is None else self.densities.for_labels(polar, label)
         near = None
         if white is not None:
-            near, white = self.reference_points(z), self.white_reference_points(white).squeeze(1)
+            near = self.reference_points(z)
+            white = self.white_reference_points(white, rounded=in_kernel).squeeze(1)
         return Measurements(density, near, white, mahalanobis, regions)
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
@@ -303,8 +314,27 @@ def _bounded(softmax: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
 
 def with_energy(values: EvidenceValues, logits: Float[Tensor, "B C"]) -> EvidenceValues:
     """Append minus the log of the sum of exponentials of the network's logits to the nonconformity."""
-    energy = -logits.double().logsumexp(dim=1, keepdim=True)
+    energy = energies(logits.double()).unsqueeze(1)
     return values._replace(nonconformity=torch.cat([values.nonconformity, energy.to(values.nonconformity)], dim=1))
+
+
+def energies(logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
+    """The energy of every row of logits in float64, with asinh on the grid.
+
+    >>> energies(torch.zeros(1, 2).double())  # -log(2) is -0.6931
+    tensor([-0.6937], dtype=torch.float64)
+    """
+    return _log_on_grid(-logits.logsumexp(dim=1))
+
+
+def _log_on_grid(values: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """The numbers, logs of densities or sums, whose asinh is on the grid."""
+    return torch.sinh(on_grid(torch.asinh(values), LOG_STEP))
+
+
+def _distance_on_grid(values: Float[Tensor, "*k B"]) -> Float[Tensor, "*k B"]:
+    """The distances whose log is on the grid; zero stays zero."""
+    return on_grid(values.log(), DISTANCE_STEP).exp()
 
 
 def _log_ratio(near: Float[Tensor, "B C"], label: Int[Tensor, "B"]) -> Float[Tensor, "B"]:

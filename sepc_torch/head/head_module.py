@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sepc_torch.data.arrays import single_row_hint
 from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.head.calibration import Calibrated, Calibration
-from sepc_torch.head.evidence import Evidence
+from sepc_torch.head.evidence import GRIDS, Evidence
 from sepc_torch.head.graphed import GraphedHead
 from sepc_torch.head.judge import GPU_ROWS, forward_in_pieces, group_indices, judge_rows
 from sepc_torch.head.network_labels import flagged, network_labels, without_missing
@@ -32,6 +32,8 @@ _REMEDY = "Drop those rows, or fit the head with nan_policy='flag', which gives 
 
 class HeadModule(nn.Module):
     """The parts of a :class:`~sepc_torch.TrustHead`, which documents the arguments, and their forward pass."""
+
+    _grids = 0  # in pickles of older versions
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class HeadModule(nn.Module):
         self.calibration = None if evidence is None else Calibration(evidence.support_names, len(evidence.kinds))
         self.promise: Promise | None = None  # of the last accept_at
         self._stale_warned = False  # whether a warning already said that the calibration is stale
-        self._rounded = True  # whether the scores of the calibration come from rounded evidence
+        self._grids = GRIDS  # those of the scores of the calibration
 
     @property
     def classes(self) -> list[Any]:
@@ -131,13 +133,13 @@ class HeadModule(nn.Module):
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         self._warn_if_stale(stacklevel=6)
-        given = evidence.measure(z, quick=calibration.done), label, invalid, logits
+        given = evidence.measure(z, label if calibration.done else None), label, invalid, logits
         found: Calibrated = calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
         return found
 
     def _warn_if_stale(self, stacklevel: int) -> None:
         """Warn, once after a calibration, that training points changed since, or that an older version made it."""
-        if torch.compiler.is_compiling() or self._stale_warned or (self._rounded and not self.calibration_age):
+        if torch.compiler.is_compiling() or self._stale_warned or (self._grids == GRIDS and not self.calibration_age):
             return
         if self.calibration is None or not self.calibration.done:
             return
@@ -145,9 +147,9 @@ class HeadModule(nn.Module):
         reason = (
             f"{self.calibration_age:.1%} of the training points were added or forgotten since. Its promises and "
             "p-values are those of the head before"
-            if self._rounded
-            else "an older version made it, which did not round scores. A copy of a calibration point can get another "
-            "p-value than the point"
+            if self._grids == GRIDS
+            else "an older version made it, which rounded scores otherwise. A copy of a calibration point can get "
+            "another p-value than the point"
         )
         warnings.warn(f"The calibration is stale: {reason}; call head.calibrate again.", stacklevel=stacklevel)
 
@@ -256,7 +258,13 @@ class HeadModule(nn.Module):
         ids = None if self.reference_ids is None else list(self.reference_ids)
         promise = None if self.promise is None else self.promise._asdict()
         encoding = {} if self.encoding is None else {"encoding": self.encoding.to_dict()}
-        named = {"feature_names": names, "reference_ids": ids, "promise": promise, "rounded": self._rounded, **encoding}
+        named = {
+            "feature_names": names,
+            "reference_ids": ids,
+            "promise": promise,
+            "rounded": self._grids,
+            **encoding,
+        }
         return {"unit_length": self.projection.unit_length, **named}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +278,7 @@ class HeadModule(nn.Module):
         if self.encoding is not None and self.encoding.feature_names != self.feature_names:
             raise ValueError("the encoding of the table does not give the features of the head")
         self.promise = Promise.from_options(state.get("promise"))
-        self._rounded = bool(state.get("rounded", False))
+        self._grids = int(state.get("rounded", 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadModule:
         return super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]

@@ -296,8 +296,10 @@ class LabelCalibration(nn.Module):
         self.threshold = torch.tensor(threshold, dtype=torch.float64, device=self.held_joint.device)
         self.set_table(None, None)
         accepted = self.held_joint >= threshold
-        error = float((~self.held_right[accepted]).double().mean())  # the mean of no values is NaN
-        return Acceptance(threshold, float(accepted.double().mean()), error, len(accepted), found)
+        # Of counts, since the last digit of a mean depends on the device.
+        number, wrong = int(accepted.sum()), int((accepted & ~self.held_right).sum())
+        error = wrong / number if number else math.nan
+        return Acceptance(threshold, number / len(accepted), error, len(accepted), found)
 
 
 def _after_loading(module: LabelCalibration, _keys: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sepc_torch.head.kernels.tables import SearchTables, search_tables
 from sepc_torch.model import torch_ops
+from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels import possible
 from sepc_torch.model.kernels.launch import on_device
 from sepc_torch.model.precision import as_dtype
@@ -24,6 +25,8 @@ _SAMPLE = 64
 # the products into groups then takes less time than one argmax call for each class.
 _MANY_CLASSES = 32
 _FEW_PRODUCTS = 2**16
+# Float16 holds eleven bits of numbers up to this one.
+_HALF_RANGE = 2.0**15
 # Values of a block of the search for the largest one, and the mean number of points of a class above which a CPU
 # searches in blocks.
 _BLOCK, _MANY_POINTS = 64, 512
@@ -43,6 +46,8 @@ class Neighbours(nn.Module):
         codes: The class of each point, in ascending order; every class has a point.
         origin: The origin (D,); by default the mean of the points.
         persistent: Whether the state dict includes the points.
+        in_half: Whether to round the points, and all embeddings, to the digits of float16; there is no origin then.
+            CUDA kernels then search with one product instead of three.
 
     >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
     >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
@@ -51,6 +56,7 @@ class Neighbours(nn.Module):
     tensor([[1, 2]])
     """
 
+    in_half = False  # in pickles of older versions
     origin: Tensor
     offsets: Tensor
     codes: Tensor
@@ -65,9 +71,13 @@ class Neighbours(nn.Module):
         origin: Float[Tensor, "D"] | None = None,
         *,
         persistent: bool = True,
+        in_half: bool = False,
     ) -> None:
         super().__init__()
-        if origin is None:
+        self.in_half = in_half
+        if in_half:
+            origin, points = points.new_zeros(points.shape[1]), as_half(points).to(points.dtype)
+        elif origin is None:
             # In float64, so that it is the same on every device.
             mean = points.mean(dim=0, dtype=torch.float64).to(points.dtype)
             origin = mean if len(points) else points.new_zeros(points.shape[1])
@@ -97,7 +107,7 @@ class Neighbours(nn.Module):
         self.shapes = groups.shapes
         # The tables of the CUDA kernel, or none where it cannot run. It drops three bits of the products.
         wanted = bool(self.ends) and possible(self.offsets) and max(dim**0.5, 8.0) <= most
-        self.tables = list(search_tables(self.offsets, self.ends)) if wanted else []
+        self.tables = list(search_tables(self.offsets, self.ends, pairs=not self.in_half)) if wanted else []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tables": []}
@@ -106,16 +116,22 @@ class Neighbours(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._derive()
 
-    def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """Return the Euclidean distance to the nearest reference point of each class."""
-        return self.nearest(z)[0]
+    def forward(self, z: Float[Tensor, "B D"], *, rounded: bool = False) -> Float[Tensor, "B C"]:
+        """Return the Euclidean distance to the nearest reference point of each class.
 
-    def nearest(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
+        With ``rounded`` the embeddings are those of :func:`as_half` already.
+        """
+        return self.nearest(z, rounded=rounded)[0]
+
+    def nearest(
+        self, z: Float[Tensor, "B D"], *, rounded: bool = False
+    ) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
         """Return the distance to the nearest reference point of each class, and the index of that point."""
         points = self.offsets
         dtype = z.dtype if z.dtype == points.dtype else torch.promote_types(z.dtype, points.dtype)
         within = torch.float64 if self.far_apart else dtype
-        z = as_dtype(z.detach() if z.requires_grad else z, within)
+        z = z.detach() if z.requires_grad else z
+        z = as_dtype(as_half(z) if self.in_half and not rounded else z, within)
         if self.tables and within == torch.float32:
             if z.dim() != 2 or z.shape[1] != points.shape[1]:
                 raise ValueError(f"z must have shape (B, {points.shape[1]}), got {tuple(z.shape)}.")
@@ -139,17 +155,28 @@ def _largest_rounding(offsets: Float[Tensor, "N D"]) -> float:
     The error of a squared distance is about the rounding times eps times the largest squared length. The rounding of
     products of D features is sqrt(D).
     """
-    count = len(offsets)
+    typical = typical_distance(offsets) ** 2
+    if not 0.0 < typical < torch.inf:
+        return torch.inf
+    largest = float(offsets.double().square().sum(dim=1).amax())
+    # Two divisions: the product of eps and a small length could round to zero.
+    return _MAX_ERROR * (typical / largest) / torch.finfo(offsets.dtype).eps
+
+
+def typical_distance(points: Float[Tensor, "N D"]) -> float:
+    """Median distance of a point to the nearest other one, from a sample; infinity for fewer than two points.
+
+    >>> typical_distance(torch.tensor([[0.0], [1.0], [3.0]]))
+    1.0
+    """
+    count = len(points)
     if count < 2:
         return torch.inf
-    points = offsets.double()
+    points = points.double()
     some = torch.linspace(0, count - 1, min(count, _SAMPLE), device=points.device).long()
     apart = torch.cdist(points[some], points)
     apart[torch.arange(len(some)), some] = torch.inf
-    typical = float(apart.amin(dim=1).median().square())
-    largest = float(points.square().sum(dim=1).amax())
-    # Two divisions: the product of eps and a small length could round to zero.
-    return _MAX_ERROR * (typical / largest) / torch.finfo(offsets.dtype).eps if typical > 0 else torch.inf
+    return float(apart.amin(dim=1).median())
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:
@@ -328,3 +355,18 @@ _search = torch_ops.operator(
     _launch_search,
     _search_shape,
 )
+
+
+def _rounded(x: Tensor) -> Tensor:
+    x = as_dtype(x, torch.float32)
+    if readable(x) and bool((x.abs() < _HALF_RANGE).all()):
+        return x.half().float()
+    # Powers of two bring larger numbers into the range of float16.
+    size, scale = x.abs(), torch.ones_like(x)
+    for power in range(5):
+        scale = torch.where(size < _HALF_RANGE * 2.0 ** (24 * power), scale, 2.0 ** (-24 * (power + 1)))
+    return (x * scale).half().float() / scale
+
+
+# Numbers with the eleven bits of float16, in float32. Numbers below the range of float16 are multiples of 2^-24.
+as_half = torch_ops.opaque("as_half(Tensor x) -> Tensor", _rounded, lambda x: x.new_empty(x.shape, dtype=torch.float32))

@@ -3,7 +3,7 @@
 Everything that a head returns depends on the densities only through two numbers, both rounded to grids: asinh of the
 log odds of the label, and asinh of the largest log density. A row is *open* if the error could move one of them to
 another grid point. The densities of open rows are computed again in float64, so that all values are those of densities
-in float64. The kernel of :mod:`sepc_torch.head.kernels.assess` does the same on CUDA.
+in float64. On CUDA there are no open rows, since kernels compute the densities that matter in float64.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sepc_torch.head.densities import densities_again
-from sepc_torch.head.evidence import DENSITY_STEP, ODDS_STEP, Measurements, log_odds
-from sepc_torch.head.kernels.tables import OpenTables
+from sepc_torch.head.densities import OpenTables, densities_again
+from sepc_torch.head.evidence import LOG_STEP, ODDS_STEP, Measurements, log_odds
 from sepc_torch.shapes import Bool, Float, Int
 
 
@@ -28,7 +27,7 @@ def settled(measured: Measurements, label: Int[Tensor, "B"], invalid: Bool[Tenso
     if not measured.regions:
         return measured
     tables, density = OpenTables(*measured.regions), measured.density
-    rows = (open_rows(density, label, tables.accuracy) & ~invalid).nonzero().squeeze(1)
+    rows = (open_rows(density, label, tables.error) & ~invalid).nonzero().squeeze(1)
     if len(rows):
         density = density.index_copy(0, rows, densities_again(tables, rows, density.shape[1]))
     return measured._replace(density=density, regions=[])
@@ -54,7 +53,7 @@ def open_rows(density: Float[Tensor, "B C"], label: Int[Tensor, "B"], error: Flo
     numbers = torch.stack([log_odds(density, label), top.squeeze(1)])
     errors = torch.stack([of_odds, of_density])
     errors = errors / (1.0 + (numbers.abs() - errors).clamp_min(0.0).square()).sqrt()
-    step = numbers.new_tensor([[ODDS_STEP], [DENSITY_STEP]])
+    step = numbers.new_tensor([[ODDS_STEP], [LOG_STEP]])
     place = torch.asinh(numbers) / step + 0.5
     # NaN and infinity are not farther from an edge than the error.
     return ~((place - place.round()).abs() > errors / step).all(dim=0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import sepc_torch.head.trust_head  # noqa: F401 - registers the operators
-from sepc_torch.head.densities import mixtures
+from sepc_torch.head.densities import Mixture, mixtures
 from sepc_torch.model.counting import counts_within
 from sepc_torch.model.torch_ops import OPAQUE, SECULAR_STEPS, secular_step
 from sepc_torch.shapes import Bool, Float, Int
@@ -131,11 +131,9 @@ def class_nearest(
     return torch.stack(apart, dim=1), torch.stack(best, dim=1)
 
 
-def log_densities(
-    distance: Float[Tensor, "B K"], log_weight: Float[Tensor, "K"], freedom: Float[Tensor, "K"], *regions: Any
-) -> Float[Tensor, "B C"]:
+def log_densities(distance: Float[Tensor, "B K"], regions: list[Tensor], classes: int) -> Float[Tensor, "B C"]:
     """Log density of each class, from the distances to all regions."""
-    return mixtures(distance.double(), log_weight.double(), freedom.double(), *regions)
+    return mixtures(distance.double(), Mixture(*regions), classes)
 
 
 def _search(ordered: Tensor, values: Tensor) -> Int[Tensor, "*k B"]:

@@ -2,10 +2,6 @@
 
 A program takes a block of rows. Sorted calibration scores are searched by bisection. All arithmetic is in float64;
 constants come in tensors, since the compiler may take the numbers of a kernel's source for float32.
-
-Densities from the distance kernel have the accuracy of float32. The first launch lists the open rows
-(:mod:`sepc_torch.head.open_rows`); their densities are computed again in float64
-(:mod:`sepc_torch.head.kernels.mixtures`), and a second launch assesses them again.
 """
 
 from __future__ import annotations
@@ -17,20 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.evidence import DENSITY_STEP, DISTANCE_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
-from sepc_torch.head.kernels.mixtures import exact_log_densities
-from sepc_torch.head.kernels.tables import OpenTables
+from sepc_torch.head.evidence import DISTANCE_STEP, LOG_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
 from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on_device
 from sepc_torch.shapes import Bool, Float, Int
 
 # Rows of a program with few and with many rows, and the number from which there are many.
-_FEW_ROWS, _MANY_ROWS, _MANY = 4, 128, 2**14
+_FEW_ROWS, _MANY_ROWS, _MANY = 1, 128, 2**13
 # Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
 _FAN = 5
 _NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
             torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, ODDS_STEP,
-            DENSITY_STEP, DISTANCE_STEP)  # fmt: skip
+            LOG_STEP, DISTANCE_STEP)  # fmt: skip
 
 
 @jit
@@ -43,25 +37,22 @@ def _asinh(x):
 
 
 @jit
-def _on_grid(x, step, error):
-    """The multiple of ``step`` nearest to x, and whether a change of x by ``error`` could lead to another one."""
-    place = x / step + 0.5
-    below = tl.floor(place)
-    return below * step, ~(tl.minimum(place - below, below + 1.0 - place) > error / step)
+def _on_grid(x, step):
+    """The multiple of ``step`` nearest to x."""
+    return tl.floor(x / step + 0.5) * step
 
 
 @jit
-def _largest_error(density, accuracy):
-    """Largest error of log densities, by :meth:`sepc_torch.head.densities.RegionDensities.accuracy`."""
-    gap = tl.load(accuracy + 1) - density
-    return tl.load(accuracy) * gap * tl.minimum(1.0 + gap / tl.load(accuracy + 2), 4.0)
+def _log_on_grid(x, step):
+    """The number, the log of a density or of a sum, whose asinh is on the grid."""
+    value = _on_grid(_asinh(x), step)
+    return (tl.exp(value) - tl.exp(-value)) * 0.5
 
 
 @jit
 def _distance_on_grid(distance, step):
     """The distance whose log is on the grid; a distance of zero stays zero."""
-    value, _ = _on_grid(tl.log(distance), step, 0.0)
-    return tl.exp(value)
+    return tl.exp(_on_grid(tl.log(distance), step))
 
 
 @jit
@@ -174,43 +165,26 @@ def _logistic(softmax, regions, neighbours, model, has_softmax: tl.constexpr, ha
 def _assess(
     density, near, white, mahalanobis, logits, label, invalid, least,
     temperature, confidence, ranking, weights, tails, ordered, combined, held, by_class, class_counts, unknown_odds,
-    numbers, columns, accept, open_rows, open_count, accuracy,
+    numbers, columns, accept,
     points, classes, most, held_count, class_width, logit_stride, least_stride,
-    has_near: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
+    has_near: tl.constexpr, has_mahalanobis: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
     kind_count: tl.constexpr, steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr,
-    fan: tl.constexpr, rows: tl.constexpr, find_open: tl.constexpr, only_open: tl.constexpr,
+    fan: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
-    if only_open:
-        number = tl.load(open_count)
-        if tl.program_id(0) * rows >= number:
-            return
-        live = row < number
-        row = tl.load(open_rows + row, mask=live, other=0)
     given = tl.load(label + row, mask=live, other=0).to(tl.int32)
     index = tl.maximum(given, 0)
     bound, most_softmax, most_ratio = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     score_unit, unit, end = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
     tiny, deepest, rounding = tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 8)
-    odds_step, density_step, distance_step = tl.load(numbers + 9), tl.load(numbers + 10), tl.load(numbers + 11)
+    odds_step, log_step, distance_step = tl.load(numbers + 9), tl.load(numbers + 10), tl.load(numbers + 11)
     one = bound * 0.0 + 1.0
 
     odds, _, densest = _odds(density, live, row, index, classes, classes, one, bound, False)
     bad = tl.load(invalid + row, mask=live, other=0).to(tl.int1) | (odds != odds)
-    odds_error, density_error = odds * 0.0, odds * 0.0
-    if find_open:
-        # The log densities of the label and of the others are at least the largest one minus the size of the odds.
-        # asinh has the slope 1 / sqrt(1 + x^2).
-        density_error = _largest_error(densest, accuracy)
-        wide = 2.0 * _largest_error(densest - tl.abs(odds), accuracy)
-        least_odds = tl.maximum(tl.abs(odds) - wide, 0.0)
-        odds_error = wide / tl.sqrt(1.0 + least_odds * least_odds)
-        least_density = tl.maximum(tl.abs(densest) - density_error, 0.0)
-        density_error /= tl.sqrt(1.0 + least_density * least_density)
-    regions, odds_open = _on_grid(_asinh(odds), odds_step, odds_error)
-    densest, density_open = _on_grid(_asinh(densest), density_step, density_error)
-    densest = (tl.exp(densest) - tl.exp(-densest)) * 0.5
+    regions = _on_grid(_asinh(odds), odds_step)
+    densest = _log_on_grid(densest, log_step)
     neighbours = regions
     nearest = regions
     if has_near:
@@ -222,9 +196,8 @@ def _assess(
             bad = bad | (d != d)
             other = tl.where(index == c, other, tl.minimum(other, d))
         nearest = _distance_on_grid(tl.minimum(own, other), distance_step)
-        to_other, _ = _on_grid(tl.log(tl.maximum(other, tiny)), distance_step, 0.0)
-        to_own, _ = _on_grid(tl.log(tl.maximum(own, tiny)), distance_step, 0.0)
-        neighbours = to_other - to_own
+        neighbours = _on_grid(tl.log(tl.maximum(other, tiny)), distance_step)
+        neighbours -= _on_grid(tl.log(tl.maximum(own, tiny)), distance_step)
         bad = bad | (neighbours != neighbours)
         neighbours = tl.minimum(tl.maximum(neighbours, -most_ratio), most_ratio)
     softmax = regions
@@ -237,24 +210,27 @@ def _assess(
         softmax = tl.minimum(tl.maximum(softmax, -most_softmax), most_softmax)
     refused = bad | (given < 0)
 
+    # The kinds of evidence.Evidence.kinds, in this order; those that are not there take any number.
+    whitened, gaussian = regions, regions
+    if has_near:
+        whitened = tl.load(white + row, mask=live, other=0.0).to(tl.float64)
+        whitened = _distance_on_grid(tl.where(whitened < rounding, 0.0, whitened), distance_step)
+    if has_mahalanobis:
+        gaussian = _distance_on_grid(tl.load(mahalanobis + row, mask=live, other=0.0), distance_step)
+    energy = _log_on_grid(-energy, log_step)
     score = regions * 0.0
     score = tl.where(score == score, score, 0.0)
     beyond = score
-    for j in tl.static_range(kind_count):
-        # The kinds of evidence.Evidence.kinds, in this order.
-        if has_energy and j == kind_count - 1:
-            x = -energy
-        else:
-            if j == 0:
-                x = -densest
-            elif has_near and j == 1:
-                x = nearest
-            elif has_near and j == 2:
-                x = tl.load(white + row, mask=live, other=0.0).to(tl.float64)
-                x = _distance_on_grid(tl.where(x < rounding, 0.0, x), distance_step)
-            else:
-                x = tl.load(mahalanobis + row, mask=live, other=0.0)
-            x = tl.where(refused, float("nan"), x)
+    # A loop, not unrolled: most of the time of few rows is that of fetching code.
+    for j in range(kind_count):
+        x = -densest
+        if has_near:
+            x = tl.where(j == 1, nearest, tl.where(j == 2, whitened, x))
+        if has_mahalanobis:
+            x = tl.where(j == 1 + 2 * has_near, gaussian, x)
+        x = tl.where(refused, float("nan"), x)
+        if has_energy:
+            x = tl.where(j == kind_count - 1, energy, x)
         surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan)
         score += tl.load(weights + j) * tl.minimum(surprise, end)
         beyond += tl.maximum(surprise - end, 0.0)
@@ -278,11 +254,6 @@ def _assess(
     tl.store(columns + 4 * points + row, tl.where(refused, 0.0, joint), mask=live)
     threshold = tl.load(least + row * least_stride, mask=live, other=0.0)
     tl.store(accept + row, (joint >= threshold) & ~refused, mask=live)
-    if find_open:
-        is_open = (odds_open | density_open) & live & ~refused
-        one_each = is_open.to(tl.int32)
-        place = tl.atomic_add(open_count, tl.sum(one_each)) + tl.cumsum(one_each) - one_each
-        tl.store(open_rows + place, row, mask=is_open)
 
 
 _launch = Launcher(_assess)
@@ -299,12 +270,8 @@ def assess_on_cuda(
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
     tables: CalibrationTables,
-    regions: OpenTables | None = None,
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator of :mod:`sepc_torch.head.assess`.
-
-    With ``regions`` the densities are accurate to float32, and those of open rows are replaced in ``density``.
-    """
+    """The operator of :mod:`sepc_torch.head.assess`."""
     points, classes = density.shape
     columns = torch.empty(5, points, dtype=torch.float64, device=density.device)
     accept = torch.empty(points, dtype=torch.bool, device=density.device)
@@ -325,10 +292,7 @@ def assess_on_cuda(
     given_kinds = 1 + 2 * len(near) + len(mahalanobis)
     rows = _FEW_ROWS if points < _MANY else _MANY_ROWS
     least_stride = 1 if least.dim() else 0
-    open_count = class_counts if regions is None else torch.zeros(1, dtype=torch.int32, device=density.device)
-    open_rows = class_counts if regions is None else torch.empty(points, dtype=torch.int32, device=density.device)
-
-    def launch(find_open: bool, only_open: bool) -> None:
+    with on_device(density):
         _launch(
             (-(-points // rows), 1, 1),
             (distances.dtype, whitened.dtype, scores.dtype, label.dtype, class_counts.dtype, int_kind(classes),
@@ -337,18 +301,11 @@ def assess_on_cuda(
             (density, distances, whitened, gaussian, scores,
              label.contiguous(), invalid.contiguous(), least.contiguous(),
              *floats, class_counts, unknown_odds, _numbers[density.device], columns, accept,
-             open_rows, open_count, density if regions is None else regions.accuracy,
              points, classes, most, tables.held.shape[0], tables.by_class.shape[1], scores.stride(0),
              least_stride),
-            (bool(near), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
+            (bool(near), bool(mahalanobis), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
              most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(),
-             _FAN if rows == _FEW_ROWS else 1, rows, find_open, only_open),
+             _FAN if rows == _FEW_ROWS else 1, rows),
             num_warps=1 if rows == _FEW_ROWS else 4,
         )  # fmt: skip
-
-    with on_device(density):
-        launch(regions is not None, False)
-        if regions is not None:
-            exact_log_densities(density, open_rows, open_count, regions)
-            launch(False, True)
     return columns, accept

@@ -1,8 +1,15 @@
-r"""Density kernels: log densities of all classes, of all points in float32 and of few points in float64.
+r"""Density kernels: the log densities that a label's log odds and the largest log density depend on, in float64.
 
-For all points the distances come from the kernel of the ellipsoid bank, always in tiles of the same shape, so the
-densities of a point do not depend on its batch. ``_mixtures`` then sums the densities of the regions of each class;
-logarithms are in float64. ``_exact_mixtures`` computes everything in float64, for a list of rows.
+1. ``_estimate`` (:mod:`sepc_torch.model.kernels.screening`) computes the distance to every region by one float16
+   product.
+2. ``_select`` compares the densities at both ends of the error bound
+   (:class:`~sepc_torch.model.kernels.rounded_ellipsoids.Rounded`) and lists the pairs of row and region that can
+   matter. A region of the label's class matters if its density may be above :math:`e^{-28}` times the largest one of
+   the class. Any other region is compared with the largest one of all other classes.
+3. ``_exact`` computes the densities of the listed pairs in float64.
+4. ``_mixtures`` sums them for every class. The density of a class without a listed region is zero.
+
+The result of a row does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -11,24 +18,124 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.kernels.tables import OpenTables, RegionTables
-from sepc_torch.model.kernels.distances import distances_into
-from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, within_32_bits
+from sepc_torch.head.kernels.tables import RegionTables
+from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit
+from sepc_torch.model.kernels.rounded_ellipsoids import Rounded
+from sepc_torch.model.kernels.screening import estimate_into
 from sepc_torch.model.kernels.tables import Split, power_of_two
 from sepc_torch.shapes import Float, Int
 
-# Distances that a program takes at a time, and the largest number of regions among them.
-_TILE, _LANES = 256, 16
-# Rows and features of a product in float64.
-_EXACT_ROWS, _EXACT_FEATURES = 64, 16
-# Bytes of the distances of a piece.
-_PIECE_BYTES = 2**28
+# Log of the largest density over the densities that are left out. Less than 10^-12 of the sum is then missing.
+_CUT = 28.0
+# Rows and regions that a program of _select takes at a time, with few and with many rows, and the number from which
+# there are many.
+_FEW, _MANY, _MANY_ROWS = (1, 256), (32, 16), 2**13
+# Numbers between counters: counters in one cache line would serialise their atomic additions.
+_APART = 32
+# Rows and features of a product in float64, and the most programs for one region.
+_EXACT_ROWS, _EXACT_FEATURES, _PROGRAMS = 64, 16, 64
+# Pairs that a program of _mixtures takes at a time, with few and with many rows, and the most regions among them.
+_SMALL_TILE, _TILE, _LANES = 128, 1024, 8
+# Bytes of the estimates, lists and densities of a piece.
+_PIECE_BYTES = 2**29
 
 
-@jit(do_not_specialize=["points", "dim"])
+@jit
+def _log_density(d, nu, power, weight):
+    """Log density of Student's t at distance d, in float32; the square of a large distance would overflow."""
+    ratio = d * (1.0 / tl.sqrt(nu))
+    return weight - power * tl.where(ratio < 1e6, tl.log(1.0 + ratio * ratio), 2.0 * tl.log(ratio))
+
+
+@jit
+def _bound(
+    estimate, slope, offset, log_weight, freedom, codes, norm, given, k, row, live, points, count, dim,
+    relative: tl.constexpr, side: tl.constexpr,
+):  # fmt: skip
+    """Log densities of regions k at the largest (``side`` 1) or least (-1) possible distances of rows.
+
+    Also returns whether a region is of the given class, where the estimates are, and whether there are such. Without a
+    finite estimate the bound is minus or plus infinity.
+    """
+    there = k < count
+    spot = k[:, None].to(tl.int64) * points + row[None, :]
+    inside = there[:, None] & live[None, :]
+    d = tl.load(estimate + spot, mask=inside, other=0.0)
+    error = tl.load(slope + k, mask=there, other=0.0)[:, None] * norm[None, :]
+    error += tl.load(offset + k, mask=there, other=0.0)[:, None] + relative * d
+    nu = tl.load(freedom + k, mask=there, other=1.0).to(tl.float32)[:, None]
+    weight = tl.load(log_weight + k, mask=there, other=float("-inf")).to(tl.float32)[:, None]
+    value = _log_density(tl.maximum(d + side * error, 0.0), nu, (nu + dim) * 0.5, weight)
+    value = tl.where(d + error < float("inf"), value, -side * float("inf"))
+    return value, tl.load(codes + k, mask=there, other=-1)[:, None] == given[None, :], spot, inside
+
+
+@jit(do_not_specialize=["points", "count", "dim"])
+def _select(
+    estimate, norms, slope, offset, log_weight, freedom, codes, label, lists, used, points, count, dim,
+    relative: tl.constexpr, cut: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr, apart: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    live = row < points
+    lane = tl.arange(0, lanes)
+    norm = tl.load(norms + row, mask=live, other=0.0)
+    given = tl.maximum(tl.load(label + row, mask=live, other=0), 0)
+    unset = float("-inf")
+    most_own, most_other = tl.full([rows], unset, tl.float32), tl.full([rows], unset, tl.float32)
+    for begin in range(0, count, lanes):
+        least, own, _, _ = _bound(
+            estimate, slope, offset, log_weight, freedom, codes, norm, given, begin + lane, row, live, points, count,
+            dim, relative, 1,
+        )  # fmt: skip
+        most_own = tl.maximum(most_own, tl.max(tl.where(own, least, unset), axis=0))
+        most_other = tl.maximum(most_other, tl.max(tl.where(own, unset, least), axis=0))
+    for begin in range(0, count, lanes):
+        k = begin + lane
+        greatest, own, spot, inside = _bound(
+            estimate, slope, offset, log_weight, freedom, codes, norm, given, k, row, live, points, count, dim,
+            relative, -1,
+        )  # fmt: skip
+        matters = inside & ~(greatest < tl.where(own, most_own[None, :], most_other[None, :]) - cut)
+        counter = used + k[:, None] * apart + row[None, :] * 0
+        position = tl.atomic_add(counter, 1, mask=matters, sem="relaxed")
+        tl.store(lists + k[:, None].to(tl.int64) * points + position, row[None, :] + k[:, None] * 0, mask=matters)
+        # The estimate is not needed again; the mark tells the last kernel to take the density.
+        tl.store(estimate + spot, tl.full([lanes, rows], -1.0, tl.float32), mask=matters)
+
+
+@jit(do_not_specialize=["points", "dim", "row_stride"])
+def _exact(
+    z, origin, offsets, whiteners, log_weight, freedom, lists, used, out, points, dim, row_stride,
+    rows: tl.constexpr, features: tl.constexpr, apart: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(1).to(tl.int64)
+    number = tl.load(used + k * apart)
+    i = tl.arange(0, features)
+    nu, weight = tl.load(freedom + k), tl.load(log_weight + k)
+    for begin in range(tl.program_id(0) * rows, number, tl.num_programs(0) * rows):
+        slot = begin + tl.arange(0, rows)
+        live = slot < number
+        row = tl.load(lists + k * points + slot, mask=live, other=0).to(tl.int64)
+        squares = tl.zeros([rows], tl.float64)
+        for first in range(0, dim, features):
+            y = tl.zeros([rows, features], tl.float64)
+            for start in range(first, dim, features):
+                there = start + i < dim
+                spot = z + row[:, None] * row_stride + (start + i)[None, :]
+                x = tl.load(spot, mask=live[:, None] & there[None, :], other=0.0).to(tl.float64)
+                x -= tl.load(origin + start + i, mask=there, other=0.0)[None, :]
+                x -= tl.load(offsets + k * dim + start + i, mask=there, other=0.0)[None, :]
+                entry = whiteners + (k * dim + (first + i)[None, :]) * dim + (start + i)[:, None]
+                inside = there[:, None] & (first + i < dim)[None, :]
+                y = tl.dot(x, tl.load(entry, mask=inside, other=0.0), y, out_dtype=tl.float64)
+            squares += tl.sum(y * y, axis=1)
+        each = weight - (nu + dim) * 0.5 * tl.log(1.0 + squares / nu)
+        tl.store(out + k * points + row, each, mask=live)
+
+
+@jit(do_not_specialize=["points"])
 def _mixtures(
-    distance, order, starts, log_weight, freedom, out, points, dim, classes,
-    rows: tl.constexpr, lanes: tl.constexpr,
+    marked, density, order, starts, out, points, classes, rows: tl.constexpr, lanes: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -40,96 +147,75 @@ def _mixtures(
     for begin in range(tl.load(starts + c), end, lanes):
         there = begin + lane < end
         k = tl.load(order + begin + lane, mask=there, other=0)
-        nu = tl.load(freedom + k, mask=there, other=1.0)
-        weight = tl.load(log_weight + k, mask=there, other=float("-inf"))
         spot = k[:, None].to(tl.int64) * points + row[None, :]
-        d = tl.load(distance + spot, mask=there[:, None] & live[None, :], other=0.0).to(tl.float64)
-        each = weight[:, None] - (nu + dim)[:, None] * 0.5 * tl.log(1.0 + d * d * (1.0 / nu)[:, None])
+        matters = tl.load(marked + spot, mask=there[:, None] & live[None, :], other=0.0) < 0.0
+        each = tl.load(density + spot, mask=matters, other=float("-inf"))
         # NaN must not vanish in a maximum: it is taken into the sum.
         greatest = tl.maximum(most, tl.max(each, axis=0))
         shift = tl.where(greatest == float("-inf"), 0.0, greatest)
-        # Errors of exponentials in float32 are far below those of the distances.
-        shares = tl.sum(tl.exp((each - shift[None, :]).to(tl.float32)), axis=0)
-        total = total * tl.exp((most - shift).to(tl.float32)).to(tl.float64) + shares
+        total = total * tl.exp(most - shift) + tl.sum(tl.exp(each - shift[None, :]), axis=0)
         most = greatest
     tl.store(out + row.to(tl.int64) * classes + c, most + tl.log(total), mask=live)
 
 
-@jit(do_not_specialize=["dim", "row_stride"])
-def _exact_mixtures(
-    z, origin, offsets, whiteners, order, starts, log_weight, freedom, listed, number, out, dim, row_stride, classes,
-    rows: tl.constexpr, features: tl.constexpr,
-):  # fmt: skip
-    count = tl.load(number)
-    if tl.program_id(0) * rows >= count:
-        return
-    slot = tl.program_id(0) * rows + tl.arange(0, rows)
-    live = slot < count
-    row = tl.load(listed + slot, mask=live, other=0).to(tl.int64)
-    c = tl.program_id(1)
-    i = tl.arange(0, features)
-    most = tl.full([rows], float("-inf"), tl.float64)
-    total = tl.zeros([rows], tl.float64)
-    for place in range(tl.load(starts + c), tl.load(starts + c + 1)):
-        k = tl.load(order + place).to(tl.int64)
-        squares = tl.zeros([rows], tl.float64)
-        for first in range(0, dim, features):
-            y = tl.zeros([rows, features], tl.float64)
-            for begin in range(first, dim, features):
-                there = begin + i < dim
-                spot = z + row[:, None] * row_stride + (begin + i)[None, :]
-                x = tl.load(spot, mask=live[:, None] & there[None, :], other=0.0).to(tl.float64)
-                x -= tl.load(origin + begin + i, mask=there, other=0.0)[None, :]
-                x -= tl.load(offsets + k * dim + begin + i, mask=there, other=0.0)[None, :]
-                entry = whiteners + (k * dim + (first + i)[None, :]) * dim + (begin + i)[:, None]
-                inside = there[:, None] & (first + i < dim)[None, :]
-                y = tl.dot(x, tl.load(entry, mask=inside, other=0.0), y, out_dtype=tl.float64)
-            squares += tl.sum(y * y, axis=1)
-        nu = tl.load(freedom + k)
-        each = tl.load(log_weight + k) - (nu + dim) * 0.5 * tl.log(1.0 + squares / nu)
-        greatest = tl.maximum(most, each)
-        shift = tl.where(greatest == float("-inf"), 0.0, greatest)
-        total = total * tl.exp(most - shift) + tl.exp(each - shift)
-        most = greatest
-    tl.store(out + row * classes + c, most + tl.log(total), mask=live)
-
-
-_launch, _launch_exact = Launcher(_mixtures), Launcher(_exact_mixtures)
+_launch_select, _launch_exact, _launch_mixtures = Launcher(_select), Launcher(_exact), Launcher(_mixtures)
 
 
 def log_densities(
-    points: Float[Tensor, "B R"], origin: Float[Tensor, "R"], bank: Split, tables: RegionTables
+    points: Float[Tensor, "B R"],
+    label: Int[Tensor, "B"],
+    origin: Float[Tensor, "R"],
+    bank: Split,
+    coarse: Rounded,
+    tables: RegionTables,
 ) -> Float[Tensor, "B C"]:
-    """Log density of each class at points in float32, in float64."""
-    count, dim = bank.centers.shape[0], points.shape[1]
-    classes = len(tables.starts) - 1
-    points = within_32_bits(points)
+    """Log densities of the classes at points in float32, in float64: those that matter to labels, others -inf.
+
+    Args:
+        points: The points; R is the number of coordinates.
+        label: The labels as indices into the classes; -1 is taken for 0.
+        origin: The origin of the centres in float32.
+        bank: The ellipsoids of the regions.
+        coarse: The same ellipsoids, rounded.
+        tables: The regions in float64.
+    """
+    count, classes = bank.centers.shape[0], len(tables.starts) - 1
+    points, label = points.contiguous(), label.contiguous()
     out = torch.empty(len(points), classes, dtype=torch.float64, device=points.device)
-    step = max(64, _PIECE_BYTES // (4 * count))
-    # As many regions at a time as a class has on average: more would be masked.
-    lanes = min(_LANES, power_of_two(-(-count // classes)))
-    tile = _TILE // lanes, lanes
+    step = power_of_two(max(64, _PIECE_BYTES // (16 * count)) + 1) // 2  # rounded down, so that pieces fill the chip
     for start in range(0, len(points), step):
-        piece = points[start : start + step]
-        rows = len(piece)
-        distance = torch.empty(count, rows, dtype=torch.float32, device=points.device)
-        distances_into(distance, piece, origin, bank, 1, rows, one_shape=True)
-        _launch(
-            (-(-rows // tile[0]), classes, 1), (aligned(out[start : start + step]), classes == 1, classes % 16 == 0),
-            (distance, *tables, out[start : start + step], rows, dim, classes), tile, num_warps=4,
-        )  # fmt: skip
+        some = slice(start, start + step)
+        _piece_into(out[some], points[some], label[some], origin, bank, coarse, tables)
     return out
 
 
-def exact_log_densities(
-    out: Float[Tensor, "B C"], rows: Int[Tensor, "B"], number: Int[Tensor, "1"], tables: OpenTables
+def _piece_into(
+    out: Tensor, z: Tensor, label: Tensor, origin: Tensor, bank: Split, coarse: Rounded, tables: RegionTables
 ) -> None:
-    """Write the log densities of the first ``number`` of the listed rows to ``out``, from distances in float64."""
-    points, classes = tables.points, out.shape[1]
+    points, dim = z.shape
+    count, classes = bank.centers.shape[0], out.shape[1]
+    estimate = torch.empty(count, points, dtype=torch.float32, device=z.device)
+    norms = torch.empty(points, dtype=torch.float32, device=z.device)
+    lists = torch.empty(count, points, dtype=torch.int32, device=z.device)
+    density = torch.empty(count, points, dtype=torch.float64, device=z.device)
+    used = torch.zeros(count, _APART, dtype=torch.int32, device=z.device)
+    estimate_into(z, origin, bank, coarse, estimate, norms)
+    rows, lanes = _MANY if points >= _MANY_ROWS else (_FEW[0], min(_FEW[1], power_of_two(count)))
+    _launch_select(
+        (-(-points // rows), 1, 1), (label.dtype, aligned(label)),
+        (estimate, norms, coarse.slope, coarse.offset, tables.log_weight, tables.freedom, tables.codes, label, lists,
+         used, points, count, dim),
+        (coarse.relative, _CUT, rows, lanes, _APART), num_warps=4,
+    )  # fmt: skip
     _launch_exact(
-        (-(-len(points) // _EXACT_ROWS), classes, 1), (int_kind(classes), aligned(points), aligned(out)),
-        (points, tables.origin, tables.offsets, tables.whiteners,
-         tables.order, tables.starts, tables.log_weight, tables.freedom, rows, number, out,
-         points.shape[1], points.stride(0), classes),
-        (_EXACT_ROWS, _EXACT_FEATURES), num_warps=4, num_stages=1,
+        (min(_PROGRAMS, -(-points // _EXACT_ROWS)), count, 1), (aligned(z), int_kind(z.stride(0))),
+        (z, *tables.wide, tables.log_weight, tables.freedom, lists, used, density, points, dim, z.stride(0)),
+        (_EXACT_ROWS, _EXACT_FEATURES, _APART), num_warps=4, num_stages=1,
+    )  # fmt: skip
+    # As many regions at a time as a class has on average: more would be masked.
+    lanes = min(_LANES, power_of_two(-(-count // classes)))
+    rows = (_TILE if points >= _MANY_ROWS else _SMALL_TILE) // lanes
+    _launch_mixtures(
+        (-(-points // rows), classes, 1), (aligned(out), int_kind(classes)),
+        (estimate, density, tables.order, tables.starts, out, points, classes), (rows, lanes), num_warps=4,
     )  # fmt: skip

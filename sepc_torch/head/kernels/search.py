@@ -2,7 +2,8 @@ r"""Search kernels: the nearest reference point of every class, without a matrix
 
 1. ``_split_rows`` splits every row into a pair of float16 numbers and finds its scale.
 2. ``_closest`` maximises the closeness :math:`z \cdot x_i - \tfrac12 \|x_i\|^2` over the points of every class in every
-   chunk of tiles, from three float16 products, with 21 bits.
+   chunk of tiles, from three float16 products, with 21 bits. Rows and points with the digits of float16 need
+   one product.
 3. ``_class_distance`` takes the best point of every class and computes its distance from differences, with sums in
    float64.
 
@@ -44,7 +45,7 @@ def _relative(start, origin, i, live, dim):
 @jit(do_not_specialize=["points"])
 def _split_rows(
     z, origin, scale_of_points, high, low, factor, points, dim, row_stride,
-    top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
+    top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, pairs: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -64,15 +65,16 @@ def _split_rows(
         part = _relative(start, origin, i, live, dim)
         first, second = split_float(part * (top / scale)[:, None])
         tl.store(high + out + i[None, :], first, mask=live[:, None])
-        tl.store(low + out + i[None, :], second, mask=live[:, None])
+        if pairs:
+            tl.store(low + out + i[None, :], second, mask=live[:, None])
 
 
 @jit(do_not_specialize=["points", "count", "per"])
 def _closest(
     high, low, factor, tile_high, tile_low, half, chunks, best, place,
     points, count, per,
-    block: tl.constexpr, blocks: tl.constexpr, size: tl.constexpr, beside: tl.constexpr, last: tl.constexpr,
-    rows: tl.constexpr,
+    block: tl.constexpr, blocks: tl.constexpr, pairs: tl.constexpr, size: tl.constexpr, beside: tl.constexpr,
+    last: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -83,7 +85,8 @@ def _closest(
     start = row[:, None].to(tl.int64) * padded + i[None, :]
     if blocks == 1:
         x_high = tl.load(high + start, mask=live[:, None], other=0.0)
-        x_low = tl.load(low + start, mask=live[:, None], other=0.0)
+        if pairs:
+            x_low = tl.load(low + start, mask=live[:, None], other=0.0)
     for q in range(tl.program_id(1) * per, tl.minimum(tl.program_id(1) * per + per, count)):
         most = tl.full([rows, size], float("-inf"), tl.float32)
         first = tl.load(chunks + q)
@@ -94,12 +97,14 @@ def _closest(
             for b in range(blocks):
                 if blocks > 1:
                     x_high = tl.load(high + start + b * block, mask=live[:, None], other=0.0)
-                    x_low = tl.load(low + start + b * block, mask=live[:, None], other=0.0)
+                    if pairs:
+                        x_low = tl.load(low + start + b * block, mask=live[:, None], other=0.0)
                 spot = t * (padded * size) + (b * block + i)[:, None] * size + n[None, :]
                 p_high = tl.load(tile_high + tiles + spot)
                 y = tl.dot(x_high, p_high, y)
-                y = tl.dot(x_low, p_high, y)
-                y = tl.dot(x_high, tl.load(tile_low + tiles + spot), y)
+                if pairs:
+                    y = tl.dot(x_low, p_high, y)
+                    y = tl.dot(x_high, tl.load(tile_low + tiles + spot), y)
             y -= weight * tl.load(half + (first + t) * size + n)[None, :]
             # The number of the tile replaces the last bits, so that one maximum finds the closeness and the tile.
             most = tl.maximum(most, ((y.to(tl.int32, bitcast=True) & ~last) | t).to(tl.float32, bitcast=True))
@@ -161,7 +166,8 @@ def nearest_into(
 ) -> None:
     """Write the distance to the nearest point of every class, and the point's number, for rows in float32.
 
-    The points are ``origin`` plus ``offsets``; ``z`` and ``offsets`` are contiguous.
+    The points are ``origin`` plus ``offsets``; ``z`` and ``offsets`` are contiguous. For tables without
+    ``low`` the rows have the digits of float16 too, and the origin is zero.
     """
     row_bytes = 8 * (len(tables.chunks) - 1) * tables.beside + 4 * tables.high.shape[1]
     step = max(_FEW_ROWS, _PIECE_BYTES // row_bytes)
@@ -177,14 +183,16 @@ def _piece_into(
     _, padded, size = tables.high.shape
     block, beside = block_size(dim), tables.beside
     blocks, chunks, classes = padded // block, len(tables.chunks) - 1, len(tables.ranges)
-    high, low = (torch.empty(points, padded, dtype=torch.float16, device=z.device) for _ in range(2))
+    pairs = tables.low.numel() > 0
+    high = torch.empty(points, padded, dtype=torch.float16, device=z.device)
+    low = torch.empty_like(high) if pairs else high
     factor = torch.empty(points, dtype=torch.float32, device=z.device)
     best = torch.empty(chunks * beside, points, dtype=torch.float32, device=z.device)
     place = torch.empty(chunks * beside, points, dtype=torch.int32, device=z.device)
     _launch_split(
         (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z), aligned(origin)),
         (z, origin, tables.scale, high, low, factor, points, dim, dim),
-        (TOP, block, blocks, _SPLIT_ROWS), num_warps=4,
+        (TOP, block, blocks, pairs, _SPLIT_ROWS), num_warps=4,
     )  # fmt: skip
     rows = _FEW_ROWS if points < _MANY else 2 * _FEW_ROWS
     # With few rows a program takes one chunk, so that more programs run; with many it keeps its rows for all chunks.
@@ -192,7 +200,7 @@ def _piece_into(
     _launch_closest(
         (-(-points // rows), -(-chunks // per), 1), (),
         (high, low, factor, tables.high, tables.low, tables.half, tables.chunks, best, place, points, chunks, per),
-        (block, blocks, size, beside, CHUNK // size - 1, rows),
+        (block, blocks, pairs, size, beside, CHUNK // size - 1, rows),
         num_warps=8 if blocks > 1 and rows > _FEW_ROWS else 4, num_stages=3,
     )  # fmt: skip
     group = min(_CLASSES, power_of_two(classes))

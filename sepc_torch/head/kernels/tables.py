@@ -27,43 +27,35 @@ COLUMNS = 32
 
 
 class RegionTables(NamedTuple):
-    """Regions sorted by class (``order``), the first of every class (``starts``), weights and freedom in float64."""
+    """Regions in float64, whose whiteners are upper triangular; ``codes`` holds the class of every region.
+
+    ``order`` sorts the regions by class, ``starts`` holds the first of every class.
+    """
 
     order: Int[Tensor, "K"]
     starts: Int[Tensor, "C"]
+    codes: Int[Tensor, "K"]
     log_weight: Float[Tensor, "K"]
     freedom: Float[Tensor, "K"]
-
-
-class OpenTables(NamedTuple):
-    """Points (B, R) in float32 and the regions in float64, for densities of open rows.
-
-    ``codes`` holds the class of every region. On CUDA ``whiteners`` are upper triangular, and ``accuracy`` holds the
-    numbers of :meth:`sepc_torch.head.densities.RegionDensities.accuracy`. On a CPU it holds the largest errors (B, C)
-    of the log densities.
-    """
-
-    points: Float[Tensor, "B R"]
     origin: Float[Tensor, "R"]
     offsets: Float[Tensor, "K R"]
     whiteners: Float[Tensor, "K R R"]
-    order: Int[Tensor, "K"]
-    starts: Int[Tensor, "C"]
-    log_weight: Float[Tensor, "K"]
-    freedom: Float[Tensor, "K"]
-    codes: Int[Tensor, "K"]
-    accuracy: Tensor
+
+    @property
+    def wide(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Origin, offsets and whiteners."""
+        return self.origin, self.offsets, self.whiteners
 
 
 class SearchTables(NamedTuple):
     """Reference points for the search kernel.
 
-    ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. ``half``
-    (T, G, n / G) holds half of the squared length of every point of the G classes of a tile, in units of ``scale``
-    squared. ``number`` (T n) holds the number of every point, or of the first equal point of its class. ``chunks``
-    (Q + 1) holds the first tile of every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges``
-    (C, 2) holds, for every class, the number of its first part and a bound of the numbers, which increase by G.
-    ``scale`` (1,) is a power of two.
+    ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. Points with the
+    digits of float16 have an empty ``low``. ``half`` (T, G, n / G) holds half of the squared length of every point of
+    the G classes of a tile, in units of ``scale`` squared. ``number`` (T n) holds the number of every point, or of the
+    first equal point of its class. ``chunks`` (Q + 1) holds the first tile of every chunk. The parts of the chunks are
+    numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the number of its first part and a bound of
+    the numbers, which increase by G. ``scale`` (1,) is a power of two.
     """
 
     high: Tensor
@@ -80,8 +72,10 @@ class SearchTables(NamedTuple):
         return self.half.shape[1]
 
 
-def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables:
+def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool = True) -> SearchTables:
     """Lay out points that are sorted by class; ``ends`` are the ends of the classes.
+
+    Points with the digits of float16 need no pairs.
 
     >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), [1, 3])
     >>> tables.high.shape, tables.beside, tables.chunks.tolist(), tables.ranges.tolist()
@@ -120,7 +114,7 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int]) -> SearchTables
     ranges = torch.stack([beside * begin[rank // beside] + rank % beside, beside * end[rank // beside]], dim=1)
     return SearchTables(
         high=high.contiguous(),
-        low=(numbers - high.double()).half().contiguous(),
+        low=(numbers - high.double()).half().contiguous() if pairs else high.new_empty(0),
         half=half.float(),
         number=_first_equal(points, ends)[index].int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),

@@ -138,20 +138,14 @@ def distances_into(
     bank: Split,
     row: int,
     column: int,
-    *,
-    one_shape: bool = False,
 ) -> None:
-    """Write the distances to ``out``, with ``row`` numbers between rows and ``column`` between ellipsoids.
-
-    With ``one_shape`` every batch is multiplied in tiles of the same shape, so that the last digits of a distance do
-    not depend on the batch; small batches then take a little longer.
-    """
+    """Write the distances to ``out``, with ``row`` numbers between rows and ``column`` between ellipsoids."""
     points, dim = z.shape
     if points == 0:
         return
     count, padded = bank.centers.shape
     block = block_size(dim)
-    shape = program_shape(points, count, padded // block, one_shape=one_shape)
+    shape = program_shape(points, count, padded // block)
     row_stride, column_stride = z.stride()
     _launch(
         (-(-points // shape.rows), -(-count // shape.group), 1),
@@ -174,16 +168,12 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def program_shape(points: int, count: int, blocks: int, *, one_shape: bool = False) -> Shape:
-    """The program shape that was fastest on an H200; with ``one_shape`` the one of large batches.
+def program_shape(points: int, count: int, blocks: int) -> Shape:
+    """The program shape that was fastest on an H200.
 
     Few points take small tiles, so that more programs run. With several blocks of features, two pipeline stages exceed
     the shared memory.
     """
-    if one_shape:
-        rows = 64 if blocks == 1 else 128
-        group = _group(points, count, rows)
-        return Shape(rows, group, warps=8 if blocks > 2 else 4, stages=2 if blocks == 1 else 1)
     if blocks == 1:
         rows = next((rows for rows in (16, 32) if points <= rows), 64)
         return Shape(rows, _group(points, count, rows), warps=4, stages=2)

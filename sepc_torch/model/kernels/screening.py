@@ -23,11 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
-from sepc_torch.model.kernels.distances import program_shape, tile_distance, tile_scale
-from sepc_torch.model.kernels.launch import jit
+from sepc_torch.model.kernels.distances import load_features, program_shape, tile_distance, tile_scale
+from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit
 from sepc_torch.model.kernels.nearest import two_least
 from sepc_torch.model.kernels.rounded_ellipsoids import Rounded
-from sepc_torch.model.kernels.tables import TOP, Split
+from sepc_torch.model.kernels.tables import TOP, Split, block_size
 from sepc_torch.model.rules import NEAREST_TIE
 from sepc_torch.shapes import Float, Int
 
@@ -40,29 +40,45 @@ _ROWS = 128
 _WARPS = 4
 _PROGRAMS = 16384
 _PROGRAMS_PER_ELLIPSOID = 256
+# Programs of the first kernel that occupy a chip of 132 multiprocessors (H200) about twice.
+_ESTIMATE_PROGRAMS = 512
 # Numbers between counters: counters in one cache line would serialise their atomic additions.
 _COUNTER_STRIDE = 32
 
 
-@jit(do_not_specialize=["points", "count"])
+@jit(do_not_specialize=["points", "count", "per"])
 def _estimate(
     z, origin, feature_scale, matrix, bias, unit, out, norms,
-    reach, points, count, dim, row_stride, column_stride,
-    top: tl.constexpr, block: tl.constexpr, rows: tl.constexpr,
+    reach, points, count, per, dim, row_stride, column_stride,
+    top: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
     i = tl.arange(0, block)
     start = z + row[:, None].to(tl.int64) * row_stride
-    scale, norm, whole = tile_scale(start, live, origin, feature_scale, dim, column_stride, reach, block, 1)
+    scale, norm, whole = tile_scale(start, live, origin, feature_scale, dim, column_stride, reach, block, blocks)
     factor = (top / scale)[:, None]
     x = (whole * factor).to(tl.float16)
     tl.store(norms + row, norm, mask=live)
-    for k in range(count):
-        y = tl.dot(x, tl.load(matrix + k * block * block + i[:, None] * block + i[None, :]))
-        y -= factor * tl.load(bias + k * block + i)[None, :]
-        estimate = tl.sqrt(tl.sum(y * y, axis=1)) * (scale / top) * tl.load(unit + k)
+    padded: tl.constexpr = block * blocks
+    for g in range(per):
+        k = tl.minimum(tl.program_id(1) * per + g, count - 1).to(tl.int64)
+        squares = tl.zeros([rows], tl.float32)
+        for j in tl.static_range(blocks):
+            y = tl.zeros([rows, block], tl.float32)
+            for b in tl.static_range(j, blocks):
+                if blocks > 1:
+                    part = load_features(start, live, origin, feature_scale, b * block + i, dim, column_stride)
+                    x = (part * factor).to(tl.float16)
+                spot = k * (padded * padded) + (b * block + i)[:, None] * padded + (j * block + i)[None, :]
+                y = tl.dot(x, tl.load(matrix + spot), y)
+            y -= factor * tl.load(bias + k * padded + j * block + i)[None, :]
+            squares += tl.sum(y * y, axis=1)
+        estimate = tl.sqrt(squares) * (scale / top) * tl.load(unit + k)
         tl.store(out + k * points + row, estimate, mask=live)
+
+
+_launch_estimate = Launcher(_estimate)
 
 
 @jit
@@ -149,13 +165,24 @@ def estimate_into(
     out: Float[Tensor, "K B"],
     norms: Float[Tensor, "B"],
 ) -> None:
-    """Write the float16 estimates of all distances, and the norms of the points, which the error bounds need."""
+    """Write the float16 estimates of all distances, and the norms of the points, which the error bounds need.
+
+    Every batch is multiplied in tiles of the same shape, so an estimate does not depend on the batch.
+    """
     points, dim = z.shape
-    count, block = bank.centers.shape
-    _estimate[(-(-points // _ROWS),)](
-        z, origin, bank.feature_scale, coarse.matrix, coarse.bias, coarse.unit, out, norms,
-        bank.reach, points, count, dim, z.stride(0), z.stride(1),
-        top=TOP, block=block, rows=_ROWS, num_warps=_WARPS, num_stages=3,
+    count, padded = bank.centers.shape
+    block = block_size(dim)
+    tiles = -(-points // _ROWS)
+    # With few rows a program takes few ellipsoids, so that more programs run.
+    per = max(1, min(count, count * tiles // _ESTIMATE_PROGRAMS))
+    row_stride, column_stride = z.stride()
+    _launch_estimate(
+        (tiles, -(-count // per), 1),
+        (z.dtype, aligned(z), aligned(origin), aligned(out), dim, int_kind(row_stride), int_kind(column_stride)),
+        (z, origin, bank.feature_scale, coarse.matrix, coarse.bias, coarse.unit, out, norms,
+         bank.reach, points, count, per, dim, row_stride, column_stride),
+        (TOP, block, padded // block, _ROWS), num_warps=_WARPS if padded == block else 2 * _WARPS,
+        num_stages=3 if padded == block else 1,
     )  # fmt: skip
 
 
