@@ -23,7 +23,14 @@ from sepc_torch.head.kernels.coordinates import project
 from sepc_torch.head.kernels.labels import largest_logits, mask_missing
 from sepc_torch.head.kernels.mixtures import log_densities
 from sepc_torch.head.kernels.search import nearest_into
-from sepc_torch.head.kernels.tables import Affine, GaussianTables, RegionTables, linear_tables, search_tables
+from sepc_torch.head.kernels.tables import (
+    Affine,
+    GaussianTables,
+    RegionTables,
+    WideRegions,
+    linear_tables,
+    search_tables,
+)
 from sepc_torch.head.neighbours import as_half
 from sepc_torch.head.projection import fit_projection
 from sepc_torch.head.shared_gaussian import SharedGaussian
@@ -138,10 +145,10 @@ def kernel_densities(model: RegionDensities, z: torch.Tensor, label: torch.Tenso
     """The densities of the kernels, with tables as on a CUDA device."""
     bank = split(model.bank.offsets, model.bank.whiteners)
     starts = torch.nn.functional.pad(torch.bincount(model.codes).cumsum(0), (1, 0))
-    codes = model.codes.argsort(stable=True).int(), starts.int(), model.codes.int()
+    tables = RegionTables(model.codes.argsort(stable=True).int(), starts.int(), *model.mixture[:2])
     origin, offsets, whiteners = model.wide
-    tables = RegionTables(*codes, *model.mixture[:2], origin, offsets, upper_triangular(whiteners))
-    return log_densities(z, label, model.bank.origin, bank, rounded(bank), tables)
+    wide = WideRegions(model.codes.int(), origin, offsets, upper_triangular(whiteners))
+    return log_densities(z, label, model.bank.origin, bank, rounded(bank), tables, wide)
 
 
 def check_same_odds(model: RegionDensities, z: torch.Tensor, label: torch.Tensor, name: str = "") -> float:

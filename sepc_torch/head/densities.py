@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.arrays import rows_per_chunk
-from sepc_torch.head.kernels.tables import RegionTables
+from sepc_torch.head.kernels.tables import RegionTables, WideRegions
 from sepc_torch.head.moments import Moments
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
@@ -127,7 +127,7 @@ class RegionDensities(nn.Module):
             weights = self.mixture.log_weight, self.mixture.freedom
             *centers, whiteners = self.wide
             matrices = upper_triangular(whiteners)  # half of every matrix is zero
-            self.kernel_tables = [order.int(), starts.int(), self.codes.int(), *weights, *centers, matrices]
+            self.kernel_tables = [order.int(), starts.int(), *weights, self.codes.int(), *centers, matrices]
         self.spread_tables: list[Tensor] = []
         # Subtracting an origin would round, far from the centres by more than the distances allow.
         self.narrow = self.log_weight.dtype == torch.float32 and not bool(self.bank.origin.any())
@@ -273,7 +273,7 @@ def _launch_densities(
 
     ellipsoids = Split(*bank, reach), Rounded(*coarse, relative)  # type: ignore[call-arg, arg-type]
     with on_device(points):
-        return log_densities(points, label, origin, *ellipsoids, RegionTables(*regions))
+        return log_densities(points, label, origin, *ellipsoids, RegionTables(*regions[:4]), WideRegions(*regions[4:]))
 
 
 _densities_for_labels = torch_ops.operator(

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.kernels.tables import RegionTables
+from sepc_torch.head.kernels.tables import RegionTables, WideRegions
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit
 from sepc_torch.model.kernels.rounded_ellipsoids import Rounded
 from sepc_torch.model.kernels.screening import estimate_into
@@ -168,6 +168,7 @@ def log_densities(
     bank: Split,
     coarse: Rounded,
     tables: RegionTables,
+    wide: WideRegions,
 ) -> Float[Tensor, "B C"]:
     """Log densities of the classes at points in float32, in float64: those that matter to labels, others -inf.
 
@@ -177,7 +178,8 @@ def log_densities(
         origin: The origin of the centres in float32.
         bank: The ellipsoids of the regions.
         coarse: The same ellipsoids, rounded.
-        tables: The regions in float64.
+        tables: The regions by class.
+        wide: The ellipsoids in float64.
     """
     count, classes = bank.centers.shape[0], len(tables.starts) - 1
     points, label = points.contiguous(), label.contiguous()
@@ -185,12 +187,19 @@ def log_densities(
     step = power_of_two(max(64, _PIECE_BYTES // (16 * count)) + 1) // 2  # rounded down, so that pieces fill the chip
     for start in range(0, len(points), step):
         some = slice(start, start + step)
-        _piece_into(out[some], points[some], label[some], origin, bank, coarse, tables)
+        _piece_into(out[some], points[some], label[some], origin, bank, coarse, tables, wide)
     return out
 
 
 def _piece_into(
-    out: Tensor, z: Tensor, label: Tensor, origin: Tensor, bank: Split, coarse: Rounded, tables: RegionTables
+    out: Tensor,
+    z: Tensor,
+    label: Tensor,
+    origin: Tensor,
+    bank: Split,
+    coarse: Rounded,
+    tables: RegionTables,
+    wide: WideRegions,
 ) -> None:
     points, dim = z.shape
     count, classes = bank.centers.shape[0], out.shape[1]
@@ -203,13 +212,13 @@ def _piece_into(
     rows, lanes = _MANY if points >= _MANY_ROWS else (_FEW[0], min(_FEW[1], power_of_two(count)))
     _launch_select(
         (-(-points // rows), 1, 1), (label.dtype, aligned(label)),
-        (estimate, norms, coarse.slope, coarse.offset, tables.log_weight, tables.freedom, tables.codes, label, lists,
+        (estimate, norms, coarse.slope, coarse.offset, tables.log_weight, tables.freedom, wide.codes, label, lists,
          used, points, count, dim),
         (coarse.relative, _CUT, rows, lanes, _APART), num_warps=4,
     )  # fmt: skip
     _launch_exact(
         (min(_PROGRAMS, -(-points // _EXACT_ROWS)), count, 1), (aligned(z), int_kind(z.stride(0))),
-        (z, *tables.wide, tables.log_weight, tables.freedom, lists, used, density, points, dim, z.stride(0)),
+        (z, *wide[1:], tables.log_weight, tables.freedom, lists, used, density, points, dim, z.stride(0)),
         (_EXACT_ROWS, _EXACT_FEATURES, _APART), num_warps=4, num_stages=1,
     )  # fmt: skip
     # As many regions at a time as a class has on average: more would be masked.

@@ -27,24 +27,21 @@ COLUMNS = 32
 
 
 class RegionTables(NamedTuple):
-    """Regions in float64, whose whiteners are upper triangular; ``codes`` holds the class of every region.
-
-    ``order`` sorts the regions by class, ``starts`` holds the first of every class.
-    """
+    """Regions sorted by class (``order``), the first of every class (``starts``), weights and freedom in float64."""
 
     order: Int[Tensor, "K"]
     starts: Int[Tensor, "C"]
-    codes: Int[Tensor, "K"]
     log_weight: Float[Tensor, "K"]
     freedom: Float[Tensor, "K"]
+
+
+class WideRegions(NamedTuple):
+    """The class of every region, and the ellipsoids in float64, with upper triangular whiteners."""
+
+    codes: Int[Tensor, "K"]
     origin: Float[Tensor, "R"]
     offsets: Float[Tensor, "K R"]
     whiteners: Float[Tensor, "K R R"]
-
-    @property
-    def wide(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Origin, offsets and whiteners."""
-        return self.origin, self.offsets, self.whiteners
 
 
 class SearchTables(NamedTuple):
