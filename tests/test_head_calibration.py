@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from sepc_torch import TrustHead
 from sepc_torch.data.old_formats import _GROUPS
 from sepc_torch.head.calibration import Calibrated
+from sepc_torch.head.evidence import GRIDS
+from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Array
@@ -245,13 +248,18 @@ def test_older_files_and_checkpoints(rng: Rng, tmp_path: Path, monkeypatch: pyte
     assert same(other(batch(x)), current(batch(x)))
 
 
-def test_a_calibration_of_unrounded_scores_is_stale(rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grids", [None, True])
+def test_a_calibration_on_other_grids_is_stale(
+    rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grids: bool | None
+) -> None:
     """In files and checkpoints of older versions, also after they are saved again; a new calibration ends it."""
     head, other, path = fit(rng), fit(rng), tmp_path / "head.safetensors"
     points = draw(rng, 100)
     head.calibrate(*points)
     options = head.get_extra_state()
-    assert options.pop("rounded")
+    assert options.pop("rounded") == GRIDS
+    if grids is not None:
+        options["rounded"] = grids
     with monkeypatch.context() as patch:
         patch.setattr(head, "get_extra_state", lambda: options)
         head.save(path)
@@ -561,3 +569,23 @@ def test_probabilities_in_place_of_logits() -> None:
     mixed = np.concatenate([probabilities.numpy()[:59], logits[59:]])
     head.calibrate(x, labels, mixed)
     head(batch(x), logits=probabilities.log().float())
+
+
+def test_a_pickle_of_an_older_version_takes_the_rounding_of_this_one(rng: Rng, tmp_path: Path) -> None:
+    """Its whitened reference points were not rounded; a calibration must not mix both."""
+    labels = rng.integers(3, size=400)
+    x = 3.0 * np.eye(3, 12)[labels] + rng.normal(size=(400, 12))
+    head = TrustHead.fit(x[:200], labels[:200], dim=3)
+    evidence = head.evidence
+    assert evidence is not None
+    assert evidence.white_reference_points.in_half
+    plain = Neighbours(evidence.white(evidence.reference_points.points), torch.zeros(200, dtype=torch.int64))
+    del plain.__dict__["in_half"]
+    evidence.white_reference_points = plain
+    old = pickle.loads(pickle.dumps(head))
+    assert old.evidence.white_reference_points.in_half
+    old.calibrate(x[200:300], labels[200:300])
+    path = tmp_path / "head.safetensors"
+    old.save(path)
+    z = torch.from_numpy(x[300:]).float()
+    assert same(TrustHead.load(path)(z), old(z))

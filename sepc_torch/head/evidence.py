@@ -42,6 +42,7 @@ from sepc_torch.head.passes import ProjectedSet
 from sepc_torch.head.projection import Projection
 from sepc_torch.head.shared_gaussian import SharedGaussian, shared_gaussian
 from sepc_torch.model.bank import EllipsoidBank
+from sepc_torch.model.device_sync import Branches
 from sepc_torch.partitioning.record import Partition, PartitionEllipsoid
 from sepc_torch.shapes import Array, Float, Int
 
@@ -160,6 +161,8 @@ class Evidence(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "in_half" not in self.white_reference_points.__dict__:  # a pickle of an older version
+            self._whiten_reference_points()
         self._derive()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Evidence:
@@ -216,7 +219,7 @@ class Evidence(nn.Module):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.measure(z, label)
-        white, mahalanobis = None, None
+        white, mahalanobis, branches = None, None, Branches(z)
         in_kernel = fits(z, self.tables)
         if in_kernel:
             in_half = self.white_reference_points.in_half
@@ -227,12 +230,15 @@ class Evidence(nn.Module):
             polar, square = self.polar.with_square(z)
             white = self.white(z) if self.reference_points.ends else None
             mahalanobis = None if self.gaussian is None else self.gaussian(polar, square)
-        density, regions = (self.densities(polar), []) if label is None else self.densities.for_labels(polar, label)
-        near = None
+        near, nearest = None, None
         if white is not None:
-            near = self.reference_points(z)
-            white = self.white_reference_points(white, rounded=in_kernel).squeeze(1)
-        return Measurements(density, near, white, mahalanobis, regions)
+            with branches.branch():
+                nearest = self.white_reference_points(white, rounded=in_kernel).squeeze(1)
+            with branches.branch():
+                near = self.reference_points(z)
+        density, regions = (self.densities(polar), []) if label is None else self.densities.for_labels(polar, label)
+        branches.join()
+        return Measurements(density, near, nearest, mahalanobis, regions)
 
     def values(self, measurements: Measurements, label: Int[Tensor, "B"]) -> EvidenceValues:
         """Return the evidence for labels, given as indices into the classes."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sepc_torch.data.arrays import single_row_hint
 from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.head.calibration import Calibrated, Calibration
-from sepc_torch.head.evidence import GRIDS, Evidence
+from sepc_torch.head.evidence import GRIDS, Evidence, Measurements
 from sepc_torch.head.graphed import GraphedHead
 from sepc_torch.head.judge import GPU_ROWS, forward_in_pieces, group_indices, judge_rows
 from sepc_torch.head.network_labels import flagged, network_labels, without_missing
@@ -21,7 +21,7 @@ from sepc_torch.head.projection import Projection
 from sepc_torch.head.promise import Promise
 from sepc_torch.head.training_set import KeptTrainingSet
 from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
-from sepc_torch.model.device_sync import can_synchronize, warm_up
+from sepc_torch.model.device_sync import Branches, can_synchronize, warm_up
 from sepc_torch.model.precision import as_dtype
 from sepc_torch.model.queries import check_logits, points_as_tensor, refuse_rows_without_prediction
 from sepc_torch.model.sepc import SEPC
@@ -98,31 +98,45 @@ class HeadModule(nn.Module):
         points = self.projection(z)
         if logits is None:
             own, given = self.sepc.judge(points, labels)
+            measured = self._measured(z, given.label)
         else:
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
             label, missing = network_labels(logits)
-            own, given = self.sepc.judge(points, label, checked=True)
+            branches = Branches(z)
+            with branches.branch():
+                own, given = self.sepc.judge(points, label, checked=True)
+            measured = self._measured(z, label)
+            branches.join()
             if missing is not None:
                 if self.sepc.nan_policy == "raise" and can_synchronize(missing):
                     refuse_rows_without_prediction(missing, _REMEDY)
                 given = without_missing(given, missing)
         places = own.nearest, groups
         invalid = flagged(own.label)
-        calibrated = self._calibrated(z, given.label, invalid, logits, places, logits is None and labels is None)
+        calibrated = self._calibrated(
+            measured, given.label, invalid, logits, places, logits is None and labels is None, z.dtype
+        )
         return HeadPrediction(*own, given.label, given.trust, given.margin, *calibrated)
+
+    def _measured(self, z: Tensor, label: Int[Tensor, "B"]) -> Measurements | None:
+        """The evidence for labels; None for a head without evidence."""
+        if self.evidence is None or self.calibration is None:
+            return None
+        return self.evidence.measure(z, label if self.calibration.done else None)
 
     def _calibrated(
         self,
-        z: Tensor,
+        measured: Measurements | None,
         label: Int[Tensor, "B"],
         invalid: Bool[Tensor, "B"],
         logits: Tensor | None,
         places: tuple[Int[Tensor, "B"], Int[Tensor, "B"] | None],
         own: bool,
+        dtype: torch.dtype,
     ) -> Calibrated:
         """Return the calibrated values of labels; rows without a label or with an invalid embedding are refused."""
-        evidence, calibration = self.evidence, self.calibration
-        if evidence is None or calibration is None:
+        calibration = self.calibration
+        if measured is None or calibration is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return Calibrated(unknown, unknown, unknown, unknown, unknown, torch.zeros_like(invalid))
         if logits is not None and calibration.without_logits and not torch.compiler.is_compiling():
@@ -133,8 +147,8 @@ class HeadModule(nn.Module):
                 stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
         self._warn_if_stale(stacklevel=6)
-        given = evidence.measure(z, label if calibration.done else None), label, invalid, logits
-        found: Calibrated = calibration(*given, own=own, region=places[0], group=places[1], dtype=z.dtype)
+        given = measured, label, invalid, logits
+        found: Calibrated = calibration(*given, own=own, region=places[0], group=places[1], dtype=dtype)
         return found
 
     def _warn_if_stale(self, stacklevel: int) -> None:

@@ -1,4 +1,4 @@
-"""Device synchronisation (when the host may read a tensor), and warm-up before first use.
+"""Device synchronisation (when the host may read a tensor), branches of CUDA graphs, and warm-up before first use.
 
 Reading a tensor's values on the host synchronises with its device. A graph that ``torch.compile`` traces or that CUDA
 captures cannot synchronise. Warm-up moves compilation and memory allocation before the first request.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,43 @@ def all_finite(values: Tensor) -> bool:
     (True, False)
     """
     return readable(values) and math.isfinite(float(values.sum()))
+
+
+class Branches:
+    """Independent parts of a CUDA graph, which then run side by side; outside of graphs they run one after the other.
+
+    A small batch occupies a fraction of the chip. Everything that a branch reads must stay referenced until
+    :meth:`join`, or its memory could be used again by what runs beside it.
+
+    Args:
+        like: A tensor on the device of the work.
+
+    >>> branches = Branches(torch.zeros(1))
+    >>> with branches.branch():
+    ...     found = torch.ones(1)
+    >>> branches.join()
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._main: torch.cuda.Stream | None = None
+        self._streams: list[torch.cuda.Stream] = []
+        if not torch.compiler.is_compiling() and like.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._main = torch.cuda.current_stream(like.device)
+
+    def branch(self) -> AbstractContextManager[Any]:
+        """Context of one branch. It starts after the work before it in the current stream."""
+        if self._main is None:
+            return nullcontext()
+        stream = torch.cuda.Stream(self._main.device)
+        stream.wait_stream(self._main)
+        self._streams.append(stream)
+        return torch.cuda.stream(stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all branches."""
+        for stream in self._streams:
+            assert self._main is not None
+            self._main.wait_stream(stream)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from sepc_torch.model.kernels.screening import estimate_into
 from sepc_torch.model.kernels.tables import Split, power_of_two
 from sepc_torch.shapes import Float, Int
 
-# Log of the largest density over the densities that are left out. Less than 10^-12 of the sum is then missing.
+# Log of the largest density over the densities that are left out: each has less than 10^-12 of the largest one.
 _CUT = 28.0
 # Rows and regions that a program of _select takes at a time, with few and with many rows, and the number from which
 # there are many.
@@ -41,10 +41,21 @@ _PIECE_BYTES = 2**29
 
 
 @jit
-def _log_density(d, nu, power, weight):
-    """Log density of Student's t at distance d, in float32; the square of a large distance would overflow."""
+def _log1p(x):
+    """The log of 1 + x, with the digits of a small x."""
+    total = 1.0 + x
+    return tl.where(total == 1.0, x, tl.log(total) * (x / tl.where(total == 1.0, 1.0, total - 1.0)))
+
+
+@jit
+def _log_density(d, nu, power, weight, side: tl.constexpr):
+    """Log density of Student's t at distance d in float32, rounded down (``side`` 1) or up (-1).
+
+    9.5e-7 (2^-20) covers the rounding errors. The square of a large distance would overflow.
+    """
     ratio = d * (1.0 / tl.sqrt(nu))
-    return weight - power * tl.where(ratio < 1e6, tl.log(1.0 + ratio * ratio), 2.0 * tl.log(ratio))
+    fall = power * tl.where(ratio < 1e6, _log1p(ratio * ratio), 2.0 * tl.log(ratio))
+    return weight - fall - side * 9.5367431640625e-07 * (tl.abs(weight) + fall)
 
 
 @jit
@@ -65,7 +76,7 @@ def _bound(
     error += tl.load(offset + k, mask=there, other=0.0)[:, None] + relative * d
     nu = tl.load(freedom + k, mask=there, other=1.0).to(tl.float32)[:, None]
     weight = tl.load(log_weight + k, mask=there, other=float("-inf")).to(tl.float32)[:, None]
-    value = _log_density(tl.maximum(d + side * error, 0.0), nu, (nu + dim) * 0.5, weight)
+    value = _log_density(tl.maximum(d + side * error, 0.0), nu, (nu + dim) * 0.5, weight, side)
     value = tl.where(d + error < float("inf"), value, -side * float("inf"))
     return value, tl.load(codes + k, mask=there, other=-1)[:, None] == given[None, :], spot, inside
 
@@ -129,7 +140,7 @@ def _exact(
                 inside = there[:, None] & (first + i < dim)[None, :]
                 y = tl.dot(x, tl.load(entry, mask=inside, other=0.0), y, out_dtype=tl.float64)
             squares += tl.sum(y * y, axis=1)
-        each = weight - (nu + dim) * 0.5 * tl.log(1.0 + squares / nu)
+        each = weight - (nu + dim) * 0.5 * _log1p(squares / nu)
         tl.store(out + k * points + row, each, mask=live)
 
 

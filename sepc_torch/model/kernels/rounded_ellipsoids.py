@@ -12,8 +12,9 @@ By the triangle inequality, and :math:`|\operatorname{fl}_{16}(x_i) - x_i| \le 2
    + u \bigl(\|\hat R c - b\| + \gamma \|b\|\bigr) + \rho \tilde d
 
 in spectral norms, where :math:`\gamma` bounds the rounding of sums and :math:`\rho` that of squares and the root. The
-second term also covers the error of the float32-accurate distance. If the bound leaves one possible decision, it is
-therefore the decision of that distance.
+second term also covers the error of the float32-accurate distance, and so the difference between the ellipsoids as
+pairs of float16 numbers and those in float64. If the bound leaves one possible decision, it is therefore the decision
+of either distance.
 """
 
 from __future__ import annotations
