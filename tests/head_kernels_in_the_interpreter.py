@@ -66,14 +66,13 @@ def check_search(rng: Rng) -> None:
         nearest_into(z + origin, origin, points, search_tables(points, ends), distance, index)
         z = z + origin - origin  # rounded as in the kernel
         apart = torch.cdist(z.double(), points.double())
-        largest = max(float(z.square().sum(dim=1).max()), float(points.square().sum(dim=1).max()))
         for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             least = apart[:, first:end].amin(dim=1)
             assert ((index[:, c] >= first) & (index[:, c] < end)).all()
             found = apart.gather(1, index[:, c : c + 1]).squeeze(1)
             assert torch.allclose(distance[:, c].double(), found, rtol=1e-6, atol=1e-6)
-            # The closeness has 21 bits.
-            assert (found.square() - least.square() <= 2.0**-19 * largest).all()
+            assert torch.allclose(found, least, rtol=1e-12)
+        check_labelled(z + origin, origin, points, ends, distance, torch.arange(rows) % len(sizes))
         if sizes == (40,):
             check_half_search(points, z, codes)
     zero = torch.zeros(dim)
@@ -85,6 +84,41 @@ def check_search(rng: Rng) -> None:
     nearest_into(z, zero, points, search_tables(points, ends), distance, index)
     assert distance[1].isnan().all()
     assert ((index >= 0) & (index < len(points))).all()
+
+
+def check_close_points(rng: Rng) -> None:
+    """The nearest of points whose distances to a row differ by less than products with pairs of float16 can tell."""
+    for sizes, dim in (((700, 90), 20), ((20, 3, 5), 70)):
+        total, ends = sum(sizes), np.cumsum(sizes).tolist()
+        z = torch.from_numpy(rng.normal(size=(3, dim))).float()
+        steps = rng.normal(size=(total, dim))
+        steps *= (0.5 + 1e-7 * rng.random((total, 1))) / np.linalg.norm(steps, axis=1, keepdims=True)
+        points = z[1] + torch.from_numpy(steps).float()
+        points[5] = points[0]
+        distance, index = torch.empty(3, len(sizes)), torch.empty(3, len(sizes), dtype=torch.int64)
+        nearest_into(z, torch.zeros(dim), points, search_tables(points, ends), distance, index)
+        for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            apart = (points[None, first:end].double() - z[:, None].double()).square().sum(dim=2)
+            assert torch.equal(index[:, c], first + apart.argmin(dim=1))
+            assert torch.equal(distance[:, c], apart.amin(dim=1).sqrt().float())
+        label = torch.tensor([1, 0, -1])
+        check_labelled(z, torch.zeros(dim), points, ends, distance, label)
+
+
+def check_labelled(
+    z: torch.Tensor,
+    origin: torch.Tensor,
+    points: torch.Tensor,
+    ends: list[int],
+    distance: torch.Tensor,
+    label: torch.Tensor,
+) -> None:
+    """With labels, the distances to the label's class and to the nearest other class are those of the whole search."""
+    found = torch.empty_like(distance)
+    nearest_into(z, origin, points, search_tables(points, ends), found, torch.empty(found.shape).long(), label)
+    own = torch.nn.functional.one_hot(label.clamp_min(0), len(ends)).bool()
+    other = distance.masked_fill(own, torch.inf).amin(dim=1, keepdim=True)
+    assert torch.equal(found, torch.where(own, distance, other))
 
 
 def check_half_search(points: torch.Tensor, z: torch.Tensor, codes: np.ndarray) -> None:
@@ -243,6 +277,7 @@ if __name__ == "__main__":
     with torch.no_grad():
         for check in (
             check_search,
+            check_close_points,
             check_coordinates,
             check_densities,
             check_densities_of_odd_classes,

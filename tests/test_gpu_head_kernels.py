@@ -54,13 +54,43 @@ def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
     few = near.nearest(z[:777])  # a batch of this size takes smaller tiles
     assert torch.equal(few[0], distance[:777])
     assert torch.equal(few[1], index[:777])
-    apart = torch.cdist(z[:2000].double(), near.points.double())
-    largest = max(float(part.square().sum(dim=1).max()) for part in (z, near.offsets))
-    assert torch.allclose(distance[:2000].double(), apart.gather(1, index[:2000]), rtol=1e-5, atol=1e-5)
-    for c, end in enumerate(near.ends):
-        least = apart[:, end - sizes[c] : end].amin(dim=1)
-        assert (distance[:2000, c].double().square() - least.square() <= 2.0**-19 * largest).all()  # closeness: 21 bits
+    offset = (z[:2000] - near.origin).double()
+    apart = torch.cdist(offset, near.offsets.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    assert torch.allclose(distance[:2000].double(), apart.gather(1, index[:2000]), rtol=1e-6)
+    least = torch.stack([own.amin(dim=1) for own in apart.split(list(sizes), dim=1)], dim=1)
+    assert torch.allclose(apart.gather(1, index[:2000]), least, rtol=1e-12 if near.tables else 1e-4)
     assert torch.equal(near.codes[index], torch.arange(len(sizes), device="cuda").expand(len(z), -1))
+    check_labels(near, z, distance)
+
+
+def check_labels(near: Neighbours, z: torch.Tensor, distance: torch.Tensor) -> None:
+    """The search for labels finds the distances to the label's class and to the nearest other class."""
+    classes = distance.shape[1]
+    label = torch.arange(len(z), device="cuda") % classes
+    label[:3] = -1
+    found = near.for_labels(z, label)
+    own = torch.nn.functional.one_hot(label.clamp_min(0), classes).bool()
+    other = distance.masked_fill(own, torch.inf).amin(dim=1)
+    assert torch.equal(found[own], distance[own])
+    assert torch.equal(found.masked_fill(own, torch.inf).amin(dim=1), other)
+
+
+@pytest.mark.parametrize("dim", [20, 100])
+def test_the_nearest_of_points_that_products_cannot_tell_apart(rng: Rng, dim: int) -> None:
+    """Most points lie on a sphere around the first row, with radii that differ by less than the error of a product."""
+    codes = torch.from_numpy(np.repeat([0, 1, 2], [3000, 40, 700]))
+    z = torch.from_numpy(rng.normal(size=(300, dim))).float()
+    steps = rng.normal(size=(len(codes), dim))
+    steps *= (0.5 + 1e-7 * rng.random((len(codes), 1))) / np.linalg.norm(steps, axis=1, keepdims=True)
+    points = z[0] + torch.from_numpy(steps).float()
+    near = Neighbours(points, codes, torch.zeros(dim)).cuda()
+    assert near.tables
+    distance, index = near.nearest(z.cuda())
+    squares = (points.cuda().double() - z.cuda().double()[:, None]).square().sum(dim=2)
+    for c, own in enumerate(squares.split([3000, 40, 700], dim=1)):
+        assert torch.allclose(squares.gather(1, index[:, c : c + 1])[:, 0], own.amin(dim=1), rtol=1e-14)
+        assert torch.equal(distance[:, c], own.amin(dim=1).sqrt().float())
+    check_labels(near, z.cuda(), distance)
 
 
 def test_clusters_far_apart_are_searched_in_float64(rng: Rng) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import assess, densities, head_module, neighbours
+from sepc_torch.head import assess, class_search, densities, head_module, neighbours
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.projection import Normalize, fit_projection
 from sepc_torch.model import device_sync
@@ -183,7 +183,7 @@ def test_nothing_but_the_partition_synchronises(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, reference_points: int | None, many: int
 ) -> None:
     """On a CPU the partition may read values, which costs nothing; no other part may."""
-    monkeypatch.setattr(neighbours, "_MANY_CLASSES", many)
+    monkeypatch.setattr(class_search, "_MANY_CLASSES", many)
     model = calibrated(rng, reference_points=reference_points)
     x, _, logits = draw(rng, 60)
     z, scores = batch(x), torch.from_numpy(logits)
@@ -195,10 +195,10 @@ def test_nothing_but_the_partition_synchronises(
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
-    for module in (device_sync, assess, densities, neighbours):
+    for module in (device_sync, assess, class_search, densities, neighbours):
         monkeypatch.setattr(module, "readable", lambda _: False)  # as on a CUDA device
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
-    monkeypatch.setattr(neighbours, "_nearest", neighbours._class_nearest)
+    monkeypatch.setattr(neighbours, "class_nearest", class_search._class_nearest)
     monkeypatch.setattr(densities, "_log_densities", densities._class_log_densities)
     with mode:
         found = [model(z), model(z, logits=scores)]

@@ -134,22 +134,25 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         "block": 64,
         "blocks": 2 if many else 1,
         "pairs": many,
-        "size": 64,
+        "size": 128 if many else 64,
         "beside": 4 if many else 1,
         "last": 7,
         "rows": 64,
     }
     integers = ("points", "classes", "most", "held_count", "class_width", "logit_stride", "least_stride", "row_stride",
                 "column_stride", "count", "per", "dim", "parts")  # fmt: skip
-    lists = "chunks", "place", "lists", "used", "codes", "order", "starts"
+    lists = "chunks", "place", "lists", "used", "codes", "order", "starts", "index", "ranges"
     masks = "invalid", "missing", "accept"
     half = "high", "low", "tile_high", "tile_low"
     single = ("near", "white", "logits", "factor", "half", "best", "z", "origin", "feature_scale", "bias", "unit",
-              "norms", "estimate", "slope", "offset", "marked", "out")  # fmt: skip
+              "norms", "estimate", "slope", "offset", "marked", "out", "scale_of_points", "longest", "slack", "runner",
+              "offsets", "distance")  # fmt: skip
     for kernel, constants in (
         (assess._assess, flags | sizes),
         (labels._largest, {"rows": rows, "lanes": 16}),
+        (search._split_rows, tiles | {"top": 2.0**14, "twice": 1e-5, "floor": 1e-6, "rows": 32}),
         (search._closest, tiles | {"rows": 64}),
+        (search._nearest, tiles | {"labelled": many, "tiles": 8, "group": 16, "features": 16, "rows": 16}),
         (coordinates._nearest_mean, {"columns": 64, "rows": 16, "one_tile": many}),
         (screening._estimate, {"top": 2.0**14, "block": 64, "blocks": 2 if many else 1, "rows": 128}),
         (mixtures._select, {"relative": 1e-5, "cut": 28.0, "rows": rows, "lanes": 2 if many else 64, "apart": 32}),
@@ -161,7 +164,10 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         for names, kind in ((integers, "i32"), (half, "*fp16"), (single, "*fp32"), (constants, "constexpr")):
             types |= dict.fromkeys(names, kind)
         types |= {"reach": "fp32"} | ({"matrix": "*fp16"} if kernel is screening._estimate else {})
+        types |= {"offsets": "*fp64"} if kernel is mixtures._exact else {}
+        types |= {"found": "*i64"} if kernel is search._nearest else {}
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))
         assert compiled.asm["cubin"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.head import neighbours
+from sepc_torch.head import class_search
 from sepc_torch.head.neighbours import Neighbours, as_half
 from sepc_torch.model import torch_ops
 
@@ -75,9 +75,9 @@ def test_many_classes_are_searched_together(rng: Rng, monkeypatch: pytest.Monkey
     assert sum(together.shapes[::2]) == 60
     assert len(together.slots) < 2 * len(points)
     found = together(z)
-    monkeypatch.setattr(neighbours, "_MANY_CLASSES", 60)
+    monkeypatch.setattr(class_search, "_MANY_CLASSES", 60)
     one_by_one = Neighbours(points, codes)
-    monkeypatch.setattr(neighbours, "_FEW_PRODUCTS", 0)
+    monkeypatch.setattr(class_search, "_FEW_PRODUCTS", 0)
     assert found[3].isnan().all()
     assert found[4, -1] == 0
     few = torch.arange(40) != 3
@@ -139,8 +139,8 @@ def test_the_first_of_equally_near_points_is_found(
     rng: Rng, monkeypatch: pytest.MonkeyPatch, sizes: list[int], many: int
 ) -> None:
     """Against differences, with coordinates so small that products are exact and most rows have ties."""
-    monkeypatch.setattr(neighbours, "_FEW_PRODUCTS", 0)
-    monkeypatch.setattr(neighbours, "_MANY_POINTS", many)
+    for name, value in (("_FEW_PRODUCTS", 0), ("_MANY_PRODUCTS", 0), ("_MANY_POINTS", many)):
+        monkeypatch.setattr(class_search, name, value)
     codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     points, z = (torch.from_numpy(rng.integers(-2, 3, size=(n, 3))).float() for n in (sum(sizes), 200))
     found, index = Neighbours(points, codes, torch.zeros(3)).nearest(z)
@@ -148,6 +148,45 @@ def test_the_first_of_equally_near_points_is_found(
     for c, own in enumerate(apart.split(sizes, dim=1)):
         assert torch.equal(index[:, c] - sum(sizes[:c]), own.argmin(dim=1))
         assert torch.equal(found[:, c], own.amin(dim=1).sqrt())
+
+
+@pytest.mark.parametrize("dim", [3, 40])
+@pytest.mark.parametrize("kind", ["few rows", "blocks", "each class", "many classes"])
+def test_the_nearest_of_points_that_float32_cannot_tell_apart(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, kind: str, dim: int
+) -> None:
+    """The points lie on spheres around the rows, with radii that differ in the digits after those of products."""
+    rows, classes = 4, 40 if kind == "many classes" else 3
+    small = kind == "few rows"
+    for name, value in (("_FEW_PRODUCTS", 2**20 if small else 0), ("_MANY_PRODUCTS", 2**40 if small else 0)):
+        monkeypatch.setattr(class_search, name, value)
+    monkeypatch.setattr(class_search, "_MANY_POINTS", 10**6 if kind == "each class" else 0)
+    z = torch.from_numpy(5.0 + rng.normal(size=(rows, dim))).float()
+    codes = torch.arange(150 * classes) // 150
+    steps = rng.normal(size=(len(codes), dim))
+    steps *= (0.5 + 1e-6 * rng.random((len(codes), 1))) / np.linalg.norm(steps, axis=1, keepdims=True)
+    points = z[torch.arange(len(codes)) % rows] + torch.from_numpy(steps).float()
+    found, index = Neighbours(points, codes, torch.zeros(dim)).nearest(z)
+    squares = (points.double() - z.double()[:, None]).square().sum(dim=2)
+    closest = squares.view(rows, classes, 150).argmin(dim=2)
+    assert torch.equal(index, closest + 150 * torch.arange(classes))
+    assert torch.equal(found.amin(dim=1), squares.amin(dim=1).sqrt().float())
+    by_products = torch.addmm(points.square().sum(dim=1) / 2, z, points.T, beta=-1).view(rows, classes, 150)
+    assert not torch.equal(by_products.argmax(dim=2), closest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_points_of_a_class_the_first_is_found(rng: Rng, dtype: torch.dtype) -> None:
+    points, _ = draw(rng, 50, dtype=dtype)
+    twice = torch.cat([points, points, points[:20]])
+    near = Neighbours(twice, torch.repeat_interleave(torch.arange(2), torch.tensor([100, 20])))
+    assert near.kept is not None
+    assert near.kept.tolist() == [*range(50), *range(100, 120)]
+    found, index = near.nearest(points)
+    assert (found[:, 0] == 0).all()
+    assert index[:, 0].tolist() == list(range(50))
+    assert torch.equal(index[:20, 1], 100 + torch.arange(20))
+    assert Neighbours(points, torch.zeros(50, dtype=torch.int64)).kept is None
 
 
 def test_without_points_there_are_no_columns() -> None:

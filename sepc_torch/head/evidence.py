@@ -74,7 +74,8 @@ class Measurements(NamedTuple):
 
     Attributes:
         density: Log densities of every class; -inf for classes that do not matter to given labels.
-        near: Distances to the nearest reference point of every class; None without reference points.
+        near: Distances to the nearest reference point of every class, as far as given labels need them; None without
+            reference points.
         white: Distances to the nearest reference point in whitened coordinates; None without reference points.
         mahalanobis: Squared Mahalanobis distances; None in heads of file formats 1 to 3.
         regions: Tables to compute the densities of single rows again in float64; empty if they are exact.
@@ -235,7 +236,7 @@ class Evidence(nn.Module):
             with branches.branch():
                 nearest = self.white_reference_points(white, rounded=in_kernel).squeeze(1)
             with branches.branch():
-                near = self.reference_points(z)
+                near = self.reference_points(z) if label is None else self.reference_points.for_labels(z, label)
         density, regions = (self.densities(polar), []) if label is None else self.densities.for_labels(polar, label)
         branches.join()
         return Measurements(density, near, nearest, mahalanobis, regions)

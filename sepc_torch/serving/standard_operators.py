@@ -123,12 +123,20 @@ def class_nearest(
     ends: list[int],
     *_layout: Any,
 ) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
-    """Distance to the nearest reference point of every class, computed from differences, and the point's index."""
+    """Distance to the nearest reference point of every class, computed from differences, and the point's index.
+
+    The two points of a class that are nearest up to the rounding of the product are compared in float64.
+    """
     closeness = z @ points.T - half_squares
-    best = [closeness[:, first:end].argmax(dim=1) + first for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+    distances, indices = [], []
     # One class at a time: the differences to the points of all classes would take C times the memory.
-    apart = [(points[index] - z).double().square().sum(dim=1).sqrt().to(z.dtype) for index in best]
-    return torch.stack(apart, dim=1), torch.stack(best, dim=1)
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        two = closeness[:, first:end].topk(min(2, end - first), dim=1).indices + first
+        apart = (points[two].double() - z.double().unsqueeze(1)).square().sum(dim=2)
+        least, place = apart.min(dim=1)
+        distances.append(least.sqrt().to(z.dtype))
+        indices.append(two.gather(1, place.unsqueeze(1)).squeeze(1))
+    return torch.stack(distances, dim=1), torch.stack(indices, dim=1)
 
 
 def log_densities(distance: Float[Tensor, "B K"], regions: list[Tensor], classes: int) -> Float[Tensor, "B C"]:

@@ -49,10 +49,10 @@ class SearchTables(NamedTuple):
 
     ``high`` and ``low`` (T, F, n) hold tiles of n points with F padded features, in units of ``scale``. Points with the
     digits of float16 have an empty ``low``. ``half`` (T, G, n / G) holds half of the squared length of every point of
-    the G classes of a tile, in units of ``scale`` squared. ``number`` (T n) holds the number of every point, or of the
-    first equal point of its class. ``chunks`` (Q + 1) holds the first tile of every chunk. The parts of the chunks are
-    numbered, G for each chunk; ``ranges`` (C, 2) holds, for every class, the number of its first part and a bound of
-    the numbers, which increase by G. ``scale`` (1,) is a power of two.
+    the G classes of a tile, in units of ``scale`` squared. ``number`` (T n) holds the number of every point. ``chunks``
+    (Q + 1) holds the first tile of every chunk. The parts of the chunks are numbered, G for each chunk; ``ranges``
+    (C, 2) holds, for every class, the number of its first part and a bound of the numbers, which increase by G.
+    ``scale`` (1,) is a power of two. ``longest`` (1,) is the length of the longest point, in units of ``scale``.
     """
 
     high: Tensor
@@ -62,6 +62,7 @@ class SearchTables(NamedTuple):
     chunks: Int[Tensor, "Q"]
     ranges: Int[Tensor, "C 2"]
     scale: Float[Tensor, "1"]
+    longest: Float[Tensor, "1"]
 
     @property
     def beside(self) -> int:
@@ -72,7 +73,7 @@ class SearchTables(NamedTuple):
 def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool = True) -> SearchTables:
     """Lay out points that are sorted by class; ``ends`` are the ends of the classes.
 
-    Points with the digits of float16 need no pairs.
+    Of equal points of a class only the first is laid out. Points with the digits of float16 need no pairs.
 
     >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), [1, 3])
     >>> tables.high.shape, tables.beside, tables.chunks.tolist(), tables.ranges.tolist()
@@ -80,6 +81,8 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool 
     >>> tables.number.view(4, 16)[:, :3].tolist()
     [[1, 2, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     """
+    kept, ends = distinct_points(points, ends)
+    points = points[kept]
     dim, block = points.shape[1], block_size(points.shape[1])
     padded = -(-dim // block) * block
     size = _TILE if padded == block else _WIDE_TILE
@@ -98,7 +101,8 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool 
     index = torch.minimum(place, (last[owner] - 1).clamp_min(0)).flatten().to(points.device)
     exact = points.double()
     scale = power_of_two_above(exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny).reshape(1))
-    half = ((exact / scale).square().sum(dim=1)[index] / 2).view(place.shape)
+    squares = (exact / scale).square().sum(dim=1)
+    half = (squares[index] / 2).view(place.shape)
     numbers = torch.nn.functional.pad(exact * (TOP / scale), (0, padded - dim))[index]
     numbers = numbers.view(len(owner), size, padded).mT
     high = numbers.half()
@@ -113,24 +117,33 @@ def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool 
         high=high.contiguous(),
         low=(numbers - high.double()).half().contiguous() if pairs else high.new_empty(0),
         half=half.float(),
-        number=_first_equal(points, ends)[index].int(),
+        number=kept[index].int(),
         chunks=torch.cat([starts, tiles.sum().reshape(1)]).int().to(points.device),
         ranges=ranges.int().to(points.device),
         scale=scale.float(),
+        longest=squares.max().sqrt().mul(1.0 + 1e-6).float().reshape(1),
     )
 
 
-def _first_equal(points: Float[Tensor, "N D"], ends: list[int]) -> Int[Tensor, "N"]:
-    """Number of the first equal point of the same class, for every point.
+def distinct_points(points: Float[Tensor, "N D"], ends: list[int]) -> tuple[Int[Tensor, "n"], list[int]]:
+    """Numbers of the points without those that equal an earlier one of their class, and the ends of the classes.
 
-    >>> _first_equal(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), [3, 4]).tolist()
-    [0, 1, 0, 3]
+    >>> distinct_points(torch.tensor([[1.0], [2.0], [1.0], [1.0]]), [3, 4])
+    (tensor([0, 1, 3]), [2, 3])
     """
-    number = torch.arange(len(points), device=points.device)
-    code = torch.bucketize(number, torch.tensor(ends, device=points.device), right=True)
-    keys = torch.cat([code.double().unsqueeze(1), points.double()], dim=1)
-    _, group = torch.unique(keys, dim=0, return_inverse=True)
-    return torch.full_like(number, len(points)).scatter_reduce(0, group, number, "amin")[group]
+    last = torch.tensor(ends, device=points.device)
+    # Few points have equal projections to a line, unless they are equal; only those are compared.
+    line = torch.arange(1.0, 1.0 + points.shape[1], dtype=points.dtype, device=points.device).sin_()
+    _, key, counts = torch.unique(points @ line, return_inverse=True, return_counts=True)
+    some = (counts[key] > 1).nonzero().squeeze(1)
+    code = torch.bucketize(some, last, right=True)
+    rows = torch.cat([code.double().unsqueeze(1), points[some].double()], dim=1)
+    _, group = torch.unique(rows, dim=0, return_inverse=True)
+    first = torch.full_like(some, len(points)).scatter_reduce(0, group, some, "amin")[group]
+    kept = torch.ones(len(points), dtype=torch.bool, device=points.device)
+    kept[some] = first == some
+    numbers = kept.nonzero().squeeze(1)
+    return numbers, torch.bucketize(last, numbers).tolist()
 
 
 def _places(counts: Int[Tensor, "G"]) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
