@@ -84,6 +84,18 @@ def check_search(rng: Rng) -> None:
     nearest_into(z, zero, points, search_tables(points, ends), distance, index)
     assert distance[1].isnan().all()
     assert ((index >= 0) & (index < len(points))).all()
+    check_invalid_rows(points)
+
+
+def check_invalid_rows(points: torch.Tensor) -> None:
+    """A row of NaN or infinity is assigned a point of every class."""
+    ends = [10, 11, 30]
+    z = points[:4].clone()
+    z[0], z[1, 0], z[2, 1] = torch.inf, torch.nan, -torch.inf
+    distance, index = torch.empty(4, 3), torch.empty(4, 3, dtype=torch.int64)
+    nearest_into(z, torch.zeros(z.shape[1]), points[:30], search_tables(points[:30], ends), distance, index)
+    assert torch.equal(torch.bucketize(index, torch.tensor(ends), right=True), torch.arange(3).expand(4, -1))
+    assert not distance[:3].isfinite().any()
 
 
 def check_close_points(rng: Rng) -> None:

@@ -117,6 +117,22 @@ def test_extreme_data(rng: Rng, data: Callable[[Rng], tuple[Array, Array]], norm
     assert float(right.mean()) > float(wrong.mean())
 
 
+@pytest.mark.parametrize("size", [1e38, -1e38, 3e38, torch.inf])
+def test_a_row_beyond_the_range_of_float32_does_not_change_the_others(rng: np.random.Generator, size: float) -> None:
+    x, labels, logits = draw(rng, 120)
+    head = TrustHead.fit(x[:60], labels[:60], dim=3, nan_policy="flag")
+    head.calibrate(x[60:], labels[60:], logits[60:])
+    z = batch(x[:20]).float()
+    expected = head(z, logits=batch(logits[:20]))
+    for column in range(z.shape[1]):
+        far = z.clone()
+        far[3, column] = size
+        out = head(far, logits=batch(logits[:20]))
+        others = torch.arange(20) != 3
+        assert torch.equal(out.joint[others], expected.joint[others])
+        assert not out.accept[3]
+
+
 def test_a_single_row_is_a_batch_of_one() -> None:
     rng = np.random.default_rng(0)
     x, labels, logits = draw(rng, 120)

@@ -189,6 +189,50 @@ def test_of_equal_points_of_a_class_the_first_is_found(rng: Rng, dtype: torch.dt
     assert Neighbours(points, torch.zeros(50, dtype=torch.int64)).kept is None
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_a_row_beyond_the_range_of_products_leaves_the_others(
+    rng: Rng, monkeypatch: pytest.MonkeyPatch, few: bool
+) -> None:
+    if not few:
+        monkeypatch.setattr(class_search, "_MANY_PRODUCTS", 0)
+        monkeypatch.setattr(class_search, "_MANY_POINTS", 0)
+    points = torch.tensor([[10.0, 0.0], [5.0, 0.0], [-10.0, 0.0], [-5.0, 0.0], [-7.0, 1.0]])
+    near = Neighbours(points, torch.tensor([0, 0, 1, 1, 1]), torch.zeros(2))
+    far = torch.tensor([[torch.inf, 0.0], [3e38, 0.0], [3e38, -3e38], [1e38, 1e38], [-torch.inf, torch.inf]])
+    usual = torch.from_numpy(rng.normal(size=(3, 2))).float()
+    found, index = near.nearest(torch.cat([usual, far]))
+    assert torch.equal(found[:3], near(usual))
+    assert torch.equal(near.codes[index], torch.arange(2).expand(8, -1))
+    assert not (found[3:] < 1e37).any()
+
+
+def test_numbers_below_the_range_of_products(rng: Rng) -> None:
+    points, codes = draw(rng, 1500, 1500, dim=8, dtype=torch.float32)
+    z, _ = draw(rng, 100, dim=8, dtype=torch.float32)
+    for size in (1e-21, 1e-22, 1e-23):
+        some, rows = size * points, size * z
+        _, index = Neighbours(some, codes, torch.zeros(8)).nearest(rows)
+        squares = (some.double() - rows.double()[:, None]).square().sum(dim=2)
+        closest = squares.view(100, 2, 1500).argmin(dim=2)
+        assert torch.equal(index, closest + torch.tensor([0, 1500]))
+
+
+def test_rows_in_float64_are_compared_with_all_their_digits(rng: Rng) -> None:
+    steps = rng.normal(size=(400, 6))
+    points = torch.from_numpy(steps / np.linalg.norm(steps, axis=1, keepdims=True)).float()
+    z = torch.from_numpy(1e-6 * rng.normal(size=(300, 6)))
+    _, index = Neighbours(points, torch.zeros(400, dtype=torch.int64), torch.zeros(6)).nearest(z)
+    assert torch.equal(index[:, 0], (points.double() - z[:, None]).square().sum(dim=2).argmin(dim=1))
+
+
+@pytest.mark.parametrize(("count", "dim"), [(1001, 7), (1003, 130)])
+def test_all_equal_points_are_found(rng: Rng, count: int, dim: int) -> None:
+    points = torch.from_numpy(rng.normal(size=(1, dim))).float().expand(count, -1).contiguous()
+    near = Neighbours(points, torch.zeros(count, dtype=torch.int64), torch.zeros(dim))
+    assert near.kept is not None
+    assert near.kept.tolist() == [0]
+
+
 def test_without_points_there_are_no_columns() -> None:
     near = Neighbours(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))
     assert near.ends == []

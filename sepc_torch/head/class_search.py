@@ -129,11 +129,13 @@ def _slack(z: Float[Tensor, "B D"], half_squares: Float[Tensor, "N"]) -> Float[T
     r"""Twice the largest error of a closeness in float32.
 
     A sum of n products has an error of at most :math:`n \, 2^{-24}` times the sum of their magnitudes, in any order of
-    additions; here that sum is at most :math:`\|z\| X + \tfrac12 X^2` with the length X of the longest point.
+    additions; here that sum is at most :math:`\|z\| X + \tfrac12 X^2` with the length X of the longest point. Products
+    below the range of float32 are lost. The slack is NaN, with which nothing compares, where sums can overflow.
     """
-    half = half_squares.amax()
+    half, terms = half_squares.amax(), z.shape[1] + 4
     reach = torch.linalg.vector_norm(z, dim=1, keepdim=True) * (2.0 * half).sqrt() + half
-    return reach * (2.01 * (z.shape[1] + 4) * 2.0**-24)
+    slack = reach * (2.01 * terms * 2.0**-24) + 2.0 * terms * torch.finfo(torch.float32).tiny
+    return torch.where(reach < torch.inf, slack, torch.nan)
 
 
 def _search_again(

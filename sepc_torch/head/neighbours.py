@@ -22,6 +22,8 @@ from sepc_torch.shapes import Float, Int
 _MAX_ERROR = 1e-3
 # Reference points whose nearest other point is found to estimate that error.
 _SAMPLE = 64
+# Coordinates of points that the kernel takes are below this size: a larger scale would overflow.
+_MAX_SIZE = 2.0**126
 # Float16 holds eleven bits of numbers up to this one.
 _HALF_RANGE = 2.0**15
 
@@ -104,6 +106,7 @@ class Neighbours(nn.Module):
         self.shapes = groups.shapes
         # The tables of the CUDA kernel, or none where it cannot run. It drops three bits of the products.
         wanted = bool(self.ends) and possible(self.offsets) and max(dim**0.5, 8.0) <= most
+        wanted = wanted and bool(self.offsets.abs().amax() < _MAX_SIZE)
         self.tables = list(search_tables(self.offsets, self.ends, pairs=not self.in_half)) if wanted else []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +160,9 @@ class Neighbours(nn.Module):
     def _by_torch(self, z: Float[Tensor, "B D"], dtype: torch.dtype) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
         offset = torch_ops.relative(z, as_dtype(self.origin, z.dtype))
         points = self.offsets if self.kept is None else self.offsets.index_select(0, self.kept)
-        points, half_squares = as_dtype(points, z.dtype), as_dtype(self.half_squares, z.dtype)
+        points, half_squares = as_dtype(points, z.dtype), self.half_squares
+        if half_squares.dtype != z.dtype:
+            half_squares = points.square().sum(dim=1) / 2
         layout = self.distinct_ends, self.slots, self.columns, self.shapes
         distance, index = class_nearest(offset, points, half_squares, *layout)
         return as_dtype(distance, dtype), index if self.kept is None else torch.take(self.kept, index)

@@ -78,8 +78,8 @@ def _split_rows(
         if pairs:
             tl.store(low + out + i[None, :], second, mask=live[:, None])
     length = tl.load(longest)
-    reach = (tl.sqrt(squares) + floor) * (top * length) + weight * (0.5 * length * length)
-    tl.store(slack + row, twice * reach, mask=live)
+    reach = tl.sqrt(squares) * (top * length) + weight * (0.5 * length * length)
+    tl.store(slack + row, twice * reach + floor * (top * length), mask=live)
 
 
 @jit(do_not_specialize=["points", "count", "per"])
@@ -128,7 +128,8 @@ def _closest(
         lane = tl.min(tl.where(most == found[:, :, None], lanes, size), axis=2)
         after = tl.max(tl.where(lanes == lane[:, :, None], float("-inf"), most), axis=2)
         spots = (first + (found.to(tl.int32, bitcast=True) & last)) * size + lane
-        spots = tl.where(lane < size, spots, first * size)  # NaN equals nothing
+        # NaN equals nothing.
+        spots = tl.where(lane < size, spots, first * size + (size // beside) * tl.arange(0, beside)[None, :])
         out = (q * beside + tl.arange(0, beside)).to(tl.int64)[None, :] * points + row[:, None]
         tl.store(best + out, found, mask=live[:, None])
         tl.store(runner + out, after, mask=live[:, None])
@@ -137,9 +138,13 @@ def _closest(
 
 @jit
 def _better(most, after, chunk, spot, y, y_after, y_chunk, y_spot):
-    """The best of two parts: largest closeness, largest one in another lane, chunk and place of the best point."""
+    """The best of two parts: largest closeness, largest one in another lane, chunk and place of the best point.
+
+    Where there is no part yet, the place is -1.
+    """
     after = tl.maximum(tl.maximum(after, y_after), tl.minimum(most, y))
-    return tl.maximum(most, y), after, tl.where(y > most, y_chunk, chunk), tl.where(y > most, y_spot, spot)
+    better = (y > most) | ((spot < 0) & (y_spot >= 0))
+    return tl.maximum(most, y), after, tl.where(better, y_chunk, chunk), tl.where(better, y_spot, spot)
 
 
 @jit
@@ -147,9 +152,10 @@ def _best_of(most, after, chunk, spot, c, among):
     """The best of the classes c in the mask ``among``, for every row, as in :func:`_better`."""
     most = tl.where(among, most, float("-inf"))
     top = tl.max(most, axis=1)
-    winner = tl.min(tl.where(among & (most == top[:, None]), c[None, :], 2147483647), axis=1)
+    first = among & ((most == top[:, None]) | (most != most))
+    winner = tl.min(tl.where(first, c[None, :], 2147483647), axis=1)
     wins = c[None, :] == winner[:, None]
-    chunk, spot = tl.max(tl.where(wins, chunk, 0), axis=1), tl.max(tl.where(wins, spot, 0), axis=1)
+    chunk, spot = tl.max(tl.where(wins, chunk, -1), axis=1), tl.max(tl.where(wins, spot, -1), axis=1)
     return top, tl.max(tl.where(wins, after, most), axis=1), chunk, spot
 
 
@@ -212,6 +218,7 @@ def _settled(
     size: tl.constexpr, beside: tl.constexpr, tiles: tl.constexpr, features: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Squared distance to the nearest point of the given class, or of all others, and its number."""
+    chunk, spot = tl.maximum(chunk, 0), tl.maximum(spot, 0)
     first = tl.load(chunks + chunk)[:, None]
     tile = first + tl.arange(0, tiles)[None, :]
     there = live[:, None] & (tile < tl.load(chunks + chunk + 1)[:, None])
@@ -250,7 +257,7 @@ def _nearest(
     live = row < points
     unset = float("-inf")
     most, after = tl.full([rows], unset, tl.float32), tl.full([rows], unset, tl.float32)
-    chunk, spot = tl.zeros([rows], tl.int32), tl.zeros([rows], tl.int32)
+    chunk, spot = tl.full([rows], -1, tl.int32), tl.full([rows], -1, tl.int32)
     out = row.to(tl.int64) * classes
     first_class, end_class = 0, classes
     if labelled:
@@ -265,7 +272,7 @@ def _nearest(
         begin = tl.load(ranges + 2 * c, mask=c < end_class, other=0)
         end = tl.load(ranges + 2 * c + 1, mask=c < end_class, other=0)
         y, y_after = tl.full([rows, group], unset, tl.float32), tl.full([rows, group], unset, tl.float32)
-        y_chunk, y_spot = tl.zeros([rows, group], tl.int32), tl.zeros([rows, group], tl.int32)
+        y_chunk, y_spot = tl.full([rows, group], -1, tl.int32), tl.full([rows, group], -1, tl.int32)
         for further in range(0, tl.max(end - begin, axis=0), beside):
             part = begin + further
             there = live[:, None] & (part < end)[None, :]
@@ -273,7 +280,7 @@ def _nearest(
             y, y_after, y_chunk, y_spot = _better(
                 y, y_after, y_chunk, y_spot,
                 tl.load(best + column, mask=there, other=unset), tl.load(runner + column, mask=there, other=unset),
-                (part // beside)[None, :], tl.load(place + column, mask=there, other=0),
+                (part // beside)[None, :], tl.load(place + column, mask=there, other=-1),
             )  # fmt: skip
         own = given[:, None] == c[None, :]
         most, after, chunk, spot = _better(most, after, chunk, spot, *_best_of(y, y_after, y_chunk, y_spot, c, own))
@@ -309,10 +316,10 @@ def _largest_error(padded: int, size: int, pairs: bool) -> float:
     r"""The error :math:`\kappa` of a closeness, as a share of the largest possible sum of its terms.
 
     It covers the bits that hold the number of the tile, the rounding of half of the squared length, of the pairs and of
-    their low parts' product, and of sums on tensor cores: four float32 units for every addition of 16 terms.
+    their low parts' product, and of sums on tensor cores: six float32 units for every addition of 16 terms.
     """
     additions = padded / 16 * (3 if pairs and padded > block_size(padded) else 1) + 2
-    return (CHUNK // size + 2 + 4 * additions + (6 if pairs else 0)) * 2.0**-23
+    return (CHUNK // size + 2 + 6 * additions + (6 if pairs else 0)) * 2.0**-23
 
 
 def nearest_into(
@@ -362,7 +369,7 @@ def _piece_into(
     _launch_split(
         (-(-points // _SPLIT_ROWS), 1, 1), (dim, aligned(z), aligned(origin), aligned(slack)),
         (z, origin, tables.scale, tables.longest, high, low, factor, slack, points, dim, dim),
-        (TOP, 2.001 * _largest_error(padded, size, pairs), 2.0**-24 * padded**0.5, block, blocks, pairs, _SPLIT_ROWS),
+        (TOP, 2.001 * _largest_error(padded, size, pairs), 2.0**-22 * padded**0.5, block, blocks, pairs, _SPLIT_ROWS),
         num_warps=4,
     )  # fmt: skip
     rows = _FEW_ROWS if points < _MANY else 2 * _FEW_ROWS
@@ -378,7 +385,7 @@ def _piece_into(
     given, group = (index, 1) if label is None else (label, min(_CLASSES, power_of_two(classes)))
     _launch_nearest(
         (-(-points // _DISTANCE_ROWS), classes if label is None else 1, 1),
-        (dim, aligned(z), aligned(origin), aligned(slack), aligned(runner), given.dtype, aligned(given)),
+        (dim, *map(aligned, (z, origin, offsets, slack, runner, distance, index, given)), given.dtype),
         (z, origin, offsets, tables.number, tables.chunks, tables.ranges, slack, best, runner, place, given, distance,
          index, points, dim, dim, classes),
         (label is not None, size, beside, CHUNK // size, group, _FEATURES, _DISTANCE_ROWS), num_warps=4,

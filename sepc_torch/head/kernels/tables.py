@@ -134,7 +134,8 @@ def distinct_points(points: Float[Tensor, "N D"], ends: list[int]) -> tuple[Int[
     last = torch.tensor(ends, device=points.device)
     # Few points have equal projections to a line, unless they are equal; only those are compared.
     line = torch.arange(1.0, 1.0 + points.shape[1], dtype=points.dtype, device=points.device).sin_()
-    _, key, counts = torch.unique(points @ line, return_inverse=True, return_counts=True)
+    # A sum of products, not a matrix product, in which the rounding of a row would depend on its place.
+    _, key, counts = torch.unique((points * line).sum(dim=1), return_inverse=True, return_counts=True)
     some = (counts[key] > 1).nonzero().squeeze(1)
     code = torch.bucketize(some, last, right=True)
     rows = torch.cat([code.double().unsqueeze(1), points[some].double()], dim=1)
