@@ -27,7 +27,9 @@ from sepc_torch.head.kernels.tables import (
     Affine,
     GaussianTables,
     RegionTables,
+    SearchTables,
     WideRegions,
+    distinct_points,
     linear_tables,
     search_tables,
 )
@@ -63,7 +65,7 @@ def check_search(rng: Rng) -> None:
         origin = torch.from_numpy(rng.normal(size=dim)).float()
         ends = np.cumsum(sizes).tolist()
         distance, index = torch.empty(rows, len(sizes)), torch.empty(rows, len(sizes), dtype=torch.int64)
-        nearest_into(z + origin, origin, points, search_tables(points, ends), distance, index)
+        nearest_into(z + origin, origin, points, tables_of(points, ends), distance, index)
         z = z + origin - origin  # rounded as in the kernel
         apart = torch.cdist(z.double(), points.double())
         for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -78,10 +80,10 @@ def check_search(rng: Rng) -> None:
     zero = torch.zeros(dim)
     for size in (1e-25, 1.0, 1e15):
         some, small = size * points, size * torch.stack([0.0 * z[0], 1e-14 * z[0]])
-        nearest_into(small, zero, some, search_tables(some, ends), distance, index)
+        nearest_into(small, zero, some, tables_of(some, ends), distance, index)
         assert torch.allclose(distance[:, 0].double(), some.double().norm(dim=1).amin().expand(2), rtol=1e-6)
     z[1, 2] = torch.nan
-    nearest_into(z, zero, points, search_tables(points, ends), distance, index)
+    nearest_into(z, zero, points, tables_of(points, ends), distance, index)
     assert distance[1].isnan().all()
     assert ((index >= 0) & (index < len(points))).all()
     check_invalid_rows(points)
@@ -93,9 +95,13 @@ def check_invalid_rows(points: torch.Tensor) -> None:
     z = points[:4].clone()
     z[0], z[1, 0], z[2, 1] = torch.inf, torch.nan, -torch.inf
     distance, index = torch.empty(4, 3), torch.empty(4, 3, dtype=torch.int64)
-    nearest_into(z, torch.zeros(z.shape[1]), points[:30], search_tables(points[:30], ends), distance, index)
+    nearest_into(z, torch.zeros(z.shape[1]), points[:30], tables_of(points[:30], ends), distance, index)
     assert torch.equal(torch.bucketize(index, torch.tensor(ends), right=True), torch.arange(3).expand(4, -1))
     assert not distance[:3].isfinite().any()
+
+
+def tables_of(points: torch.Tensor, ends: list[int], pairs: bool = True) -> SearchTables:
+    return search_tables(points, *distinct_points(points, ends), pairs=pairs)
 
 
 def check_close_points(rng: Rng) -> None:
@@ -108,7 +114,7 @@ def check_close_points(rng: Rng) -> None:
         points = z[1] + torch.from_numpy(steps).float()
         points[5] = points[0]
         distance, index = torch.empty(3, len(sizes)), torch.empty(3, len(sizes), dtype=torch.int64)
-        nearest_into(z, torch.zeros(dim), points, search_tables(points, ends), distance, index)
+        nearest_into(z, torch.zeros(dim), points, tables_of(points, ends), distance, index)
         for c, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             apart = (points[None, first:end].double() - z[:, None].double()).square().sum(dim=2)
             assert torch.equal(index[:, c], first + apart.argmin(dim=1))
@@ -127,7 +133,7 @@ def check_labelled(
 ) -> None:
     """With labels, the distances to the label's class and to the nearest other class are those of the whole search."""
     found = torch.empty_like(distance)
-    nearest_into(z, origin, points, search_tables(points, ends), found, torch.empty(found.shape).long(), label)
+    nearest_into(z, origin, points, tables_of(points, ends), found, torch.empty(found.shape).long(), label)
     own = torch.nn.functional.one_hot(label.clamp_min(0), len(ends)).bool()
     other = distance.masked_fill(own, torch.inf).amin(dim=1, keepdim=True)
     assert torch.equal(found, torch.where(own, distance, other))
@@ -135,13 +141,15 @@ def check_labelled(
 
 def check_half_search(points: torch.Tensor, z: torch.Tensor, codes: np.ndarray) -> None:
     """Points with the digits of float16 are searched exactly with one product."""
-    some, rows = as_half(points), as_half(1e6 * z) / 1e6
-    rows = as_half(rows)
-    tables = search_tables(some, [len(codes)], pairs=False)
+    some, origin = as_half(points), points.mean(dim=0)
+    tables = tables_of(some, [len(codes)], pairs=False)
     distance, index = torch.empty(len(z), 1), torch.empty(len(z), 1, dtype=torch.int64)
-    nearest_into(rows, torch.zeros(z.shape[1]), some, tables, distance, index)
-    least, nearest = torch.cdist(rows.double(), some.double()).min(dim=1)
+    nearest_into(z, origin, some, tables, distance, index)
+    rows = as_half(z - origin)
+    apart = (rows.double()[:, None] - some.double()).square().sum(dim=2)
+    least, nearest = apart.sqrt().min(dim=1)
     assert tables.low.numel() == 0
+    assert not torch.equal(rows, z - origin)
     assert torch.equal(index[:, 0], nearest)
     assert torch.equal(distance[:, 0], least.float())
 
@@ -175,15 +183,12 @@ def check_coordinates(rng: Rng) -> None:
         third = Affine(first.lengths, first.shift, gaussian.whitener.double() @ first.matrix, first.scale)
         tables = linear_tables([(0, first), (1, white.affine()), (2, third)], features, polar.least())
         means = GaussianTables(gaussian.means.double(), gaussian.outside.double().reshape(1))
-        found = project(z, tables, [dim, features], means, False)
+        found = project(z, tables, [dim, features], means)
         coordinates, square = polar.with_square(z)
         expected = coordinates.float(), white(z), gaussian(coordinates, square)
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-6, atol=1e-6, equal_nan=True), (one, other)
-        half = project(z, tables, [dim, features], means, True)[1]
-        assert torch.equal(half.nan_to_num(9.0), as_half(found[1]).nan_to_num(9.0))
-        assert not torch.equal(half[0], found[1][0])
-        alone = project(z, linear_tables([(0, polar.affine())], features, polar.least()), [dim], None, False)
+        alone = project(z, linear_tables([(0, polar.affine())], features, polar.least()), [dim], None)
         assert torch.equal(alone[0].nan_to_num(), found[0].nan_to_num())
 
 

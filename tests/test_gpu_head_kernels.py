@@ -12,7 +12,7 @@ from test_gpu_head import calibrated
 
 from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.head import assess
-from sepc_torch.head.neighbours import Neighbours
+from sepc_torch.head.neighbours import Neighbours, as_half
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 Rng = np.random.Generator
@@ -38,14 +38,17 @@ def same(found: HeadPrediction, expected: HeadPrediction, names: tuple[str, ...]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (500, 3, 64), (2000,), (7,) * 300, tuple(range(1, 90))])
-@pytest.mark.parametrize("dim", [3, 64, 130, 384, 512, 2048])
-def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "eleven_bits"), [*((dim, False) for dim in (3, 64, 130, 384, 512, 2048)), (64, True), (512, True)]
+)
+def test_search(rng: Rng, sizes: tuple[int, ...], dim: int, eleven_bits: bool) -> None:
     codes = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     points = torch.from_numpy(rng.normal(size=(len(codes), dim))).float()
     twin = (sizes[0] - 1) // 64 * 64  # in the same column of a tile as the first point
     points[twin] = points[0]
     z = torch.from_numpy(rng.normal(size=(17_000, dim))).float().cuda()
-    near = Neighbours(points, codes).cuda()
+    near = Neighbours(points, codes, eleven_bits=eleven_bits).cuda()
+    assert near.in_half == eleven_bits
     z[0], z[1], z[2], z[3] = near.points[-1], 0.0, near.points[0], near.origin
     assert near.tables or dim == 3  # in few dimensions neighbours can be too near for the kernel
     distance, index = near.nearest(z)
@@ -54,8 +57,9 @@ def test_search(rng: Rng, sizes: tuple[int, ...], dim: int) -> None:
     few = near.nearest(z[:777])  # a batch of this size takes smaller tiles
     assert torch.equal(few[0], distance[:777])
     assert torch.equal(few[1], index[:777])
-    offset = (z[:2000] - near.origin).double()
-    apart = torch.cdist(offset, near.offsets.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    offset = z[:2000] - near.origin
+    offset = (as_half(offset) if eleven_bits else offset).double()
+    apart = torch.cdist(offset, near.searched.double(), compute_mode="donot_use_mm_for_euclid_dist")
     of_found = apart.gather(1, index[:2000])
     least = torch.stack([own.amin(dim=1) for own in apart.split(list(sizes), dim=1)], dim=1)
     # Without the kernel, points are compared up to the rounding of products, and so are distances to far classes.

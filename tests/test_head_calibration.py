@@ -572,17 +572,22 @@ def test_probabilities_in_place_of_logits() -> None:
 
 
 def test_a_pickle_of_an_older_version_takes_the_rounding_of_this_one(rng: Rng, tmp_path: Path) -> None:
-    """Its whitened reference points were not rounded; a calibration must not mix both."""
+    """Its reference points were not rounded; a calibration must not mix both."""
     labels = rng.integers(3, size=400)
     x = 3.0 * np.eye(3, 12)[labels] + rng.normal(size=(400, 12))
     head = TrustHead.fit(x[:200], labels[:200], dim=3)
     evidence = head.evidence
     assert evidence is not None
     assert evidence.white_reference_points.in_half
-    plain = Neighbours(evidence.white(evidence.reference_points.points), torch.zeros(200, dtype=torch.int64))
-    del plain.__dict__["in_half"]
-    evidence.white_reference_points = plain
+    points = evidence.reference_points.points
+    for name, plain in (
+        ("reference_points", Neighbours(points, evidence.reference_points.codes)),
+        ("white_reference_points", Neighbours(evidence.white(points), torch.zeros(200, dtype=torch.int64))),
+    ):
+        del plain.__dict__["eleven_bits"]
+        setattr(evidence, name, plain)
     old = pickle.loads(pickle.dumps(head))
+    assert old.evidence.reference_points.in_half
     assert old.evidence.white_reference_points.in_half
     old.calibrate(x[200:300], labels[200:300])
     path = tmp_path / "head.safetensors"

@@ -124,7 +124,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sepc_torch.head.kernels import assess, coordinates, labels, mixtures, search
+    from sepc_torch.head.kernels import assess, coordinates, exact_search, labels, mixtures, search
     from sepc_torch.model.kernels import screening
 
     rows = 128 if many else 4
@@ -152,7 +152,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         (labels._largest, {"rows": rows, "lanes": 16}),
         (search._split_rows, tiles | {"top": 2.0**14, "twice": 1e-5, "floor": 1e-6, "rows": 32}),
         (search._closest, tiles | {"rows": 64}),
-        (search._nearest, tiles | {"labelled": many, "tiles": 8, "group": 16, "features": 16, "rows": 16}),
+        (exact_search.nearest_points, tiles | {"labelled": many, "tiles": 8, "group": 16, "features": 16, "rows": 16}),
         (coordinates._nearest_mean, {"columns": 64, "rows": 16, "one_tile": many}),
         (screening._estimate, {"top": 2.0**14, "block": 64, "blocks": 2 if many else 1, "rows": 128}),
         (mixtures._select, {"relative": 1e-5, "cut": 28.0, "rows": rows, "lanes": 2 if many else 64, "apart": 32}),
@@ -165,7 +165,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
             types |= dict.fromkeys(names, kind)
         types |= {"reach": "fp32"} | ({"matrix": "*fp16"} if kernel is screening._estimate else {})
         types |= {"offsets": "*fp64"} if kernel is mixtures._exact else {}
-        types |= {"found": "*i64"} if kernel is search._nearest else {}
+        types |= {"found": "*i64"} if kernel is exact_search.nearest_points else {}
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         compiled = compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))

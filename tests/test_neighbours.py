@@ -322,14 +322,40 @@ def test_eleven_bits(rng: Rng) -> None:
 
 
 def test_points_with_eleven_bits(rng: Rng) -> None:
-    """Points and embeddings are rounded; a copy of a point is at distance zero."""
-    points, codes = torch.from_numpy(rng.normal(size=(50, 8))).float(), torch.zeros(50, dtype=torch.int64)
-    near = Neighbours(points, codes, in_half=True)
-    z = torch.cat([points[:3], torch.from_numpy(rng.normal(size=(40, 8))).float()])
-    distance, index = near.nearest(z)
-    least, nearest = torch.cdist(as_half(z).double(), as_half(points).double()).min(dim=1)
-    assert distance[:3].tolist() == [[0.0]] * 3
-    assert torch.equal(index.squeeze(1), nearest)
-    assert torch.allclose(distance.squeeze(1).double(), least, rtol=1e-6)
-    assert torch.equal(near(as_half(z), rounded=True), distance)
-    assert torch.equal(near.double()(z.double()).float(), distance)
+    """Points and embeddings are rounded relative to the origin; a copy of a point is at distance zero."""
+    points, codes = torch.from_numpy(rng.normal(size=(50, 8))).float() + 9.0, torch.zeros(50, dtype=torch.int64)
+    z = torch.cat([points[:3], torch.from_numpy(rng.normal(size=(40, 8))).float() + 9.0])
+    for origin in (None, torch.zeros(8)):
+        near = Neighbours(points, codes, origin, eleven_bits=True)
+        assert near.in_half == (origin is None)  # 9.0 has fewer digits behind the point
+        distance, index = near.nearest(z)
+        rows, searched = z - near.origin, points - near.origin
+        if near.in_half:
+            rows, searched = as_half(rows), as_half(searched)
+        least, nearest = torch.cdist(rows.double(), searched.double()).min(dim=1)
+        assert distance[:3].tolist() == [[0.0]] * 3
+        assert torch.equal(index.squeeze(1), nearest)
+        assert torch.allclose(distance.squeeze(1).double(), least, rtol=1e-6)
+        assert torch.equal(near.offsets, points - near.origin)
+        if near.in_half:  # the digits of the rows are those of float32 in any dtype
+            assert torch.equal(near(z.double()), distance.double())
+            assert torch.equal(near(z.double() * (1.0 + 1e-9)), distance.double())
+            assert torch.equal(near.double()(z.double()), distance.double())
+
+
+def test_eleven_bits_need_points_far_apart(rng: Rng) -> None:
+    """The digits of points that are close to each other are kept, also after other points are loaded."""
+    points, codes = torch.from_numpy(rng.normal(size=(50, 2))).float(), torch.zeros(50, dtype=torch.int64)
+    close = Neighbours(points, codes, eleven_bits=True)
+    assert not close.in_half
+    assert torch.equal(close.searched, close.offsets)
+    far = Neighbours(torch.from_numpy(rng.normal(size=(4, 9))).float(), codes[:4], eleven_bits=True)
+    assert far.in_half
+    assert not torch.equal(far.searched, far.offsets)
+    loaded = Neighbours(torch.zeros(4, 9), codes[:4], eleven_bits=True)
+    loaded.load_state_dict(far.state_dict())
+    assert loaded.in_half
+    assert torch.equal(loaded.searched, far.searched)
+    z = torch.from_numpy(rng.normal(size=(20, 9))).float()
+    assert torch.equal(loaded(z), far(z))
+    assert not Neighbours(points, codes).in_half

@@ -20,22 +20,21 @@ def supported(like: Tensor) -> bool:
     return possible(like) and has_float64_products()
 
 
-def _launch(z: Tensor, tables: list[Tensor], widths: list[int], gaussian: list[Tensor], half: bool) -> list[Tensor]:
+def _launch(z: Tensor, tables: list[Tensor], widths: list[int], gaussian: list[Tensor]) -> list[Tensor]:
     from sepc_torch.head.kernels.coordinates import project
 
     with on_device(z):
-        return project(z, LinearTables(*tables), widths, GaussianTables(*gaussian) if gaussian else None, half)
+        return project(z, LinearTables(*tables), widths, GaussianTables(*gaussian) if gaussian else None)
 
 
-def _shapes(z: Tensor, _tables: list[Tensor], widths: list[int], gaussian: list[Tensor], _half: bool) -> list[Tensor]:
+def _shapes(z: Tensor, _tables: list[Tensor], widths: list[int], gaussian: list[Tensor]) -> list[Tensor]:
     found = [z.new_empty(z.shape[0], width) for width in widths]
     return [*found, z.new_empty(z.shape[0], dtype=torch.float64)] if gaussian else found
 
 
-# Coordinates of one or two projections in float32, the second one with the digits of float16 if ``half``; and, with
-# Gaussian tables, squared distances in float64.
+# Coordinates of one or two projections in float32 and, with Gaussian tables, squared distances in float64.
 coordinates = torch_ops.operator(
-    "coordinates(Tensor z, Tensor[] tables, int[] widths, Tensor[] gaussian, bool half) -> Tensor[]", _launch, _shapes
+    "coordinates(Tensor z, Tensor[] tables, int[] widths, Tensor[] gaussian) -> Tensor[]", _launch, _shapes
 )
 
 

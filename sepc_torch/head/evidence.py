@@ -11,8 +11,7 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 
 - density: minus the log of the largest class density, of direction and length;
 - nearest: the distance to the nearest reference point, in the coordinates of the embeddings;
-- nearest_white: the same distance with every direction scaled to unit variance, in coordinates rounded to eleven bits
-  unless reference points are close to each other;
+- nearest_white: the same distance with every direction scaled to unit variance;
 - mahalanobis: the Mahalanobis distance of directions to the nearest class mean, with the residual outside the
   directions of largest variance (:mod:`sepc_torch.head.shared_gaussian`);
 - energy, where logits are given: :math:`-\log \sum_c e^{l_c}` (Liu et al. 2020).
@@ -21,7 +20,8 @@ Kinds of nonconformity measure how far a point is from the training data, each i
 
 Numbers whose last digits could depend on the device or the batch are rounded to grids (:func:`on_grid`): asinh of the
 log ratio of the regions, asinh of the largest log density and of the energy, and logs of distances. They agree far
-below the steps of the grids, so that scores are equal.
+below the steps of the grids, so that scores are equal. Both searches for the nearest reference point round coordinates
+to eleven bits, unless reference points are close to each other (:class:`~sepc_torch.head.neighbours.Neighbours`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.head.coordinates import coordinates, fits, supported
 from sepc_torch.head.densities import RegionDensities, fit_densities
 from sepc_torch.head.kernels.tables import Affine, linear_tables
-from sepc_torch.head.neighbours import Neighbours, typical_distance
+from sepc_torch.head.neighbours import Neighbours
 from sepc_torch.head.passes import ProjectedSet
 from sepc_torch.head.projection import Projection
 from sepc_torch.head.shared_gaussian import SharedGaussian, shared_gaussian
@@ -48,9 +48,6 @@ from sepc_torch.shapes import Array, Float, Int
 
 # Bound of the log ratio of distances: the distance is zero for a copy of a training point. e**7 is about a thousand.
 MAX_LOG_RATIO = 7.0
-# Typical distance between neighbours, in standard deviations, from which whitened coordinates are rounded to eleven
-# bits. The rounding changes such a distance by about 1/4000, which is less than a step of the grid.
-_LEAST_APART = 0.5
 # Distances in directions of unit variance below this are rounding errors of float32.
 ROUNDING = 1e-5
 # Bound of asinh(log odds) of softmax: a masked class (logit -inf) makes the log odds infinite. sinh(10) is about 11000.
@@ -59,7 +56,8 @@ MAX_SOFTMAX = 10.0
 # logs of distances.
 ODDS_STEP, LOG_STEP, DISTANCE_STEP = 2.0**-8, 2.0**-10, 2.0**-10
 # Number of this definition of scores, kept with every calibration. In 1, energy and Mahalanobis distance had no grid.
-GRIDS = 2
+# In 2, the search for reference points did not round embeddings to eleven bits.
+GRIDS = 3
 
 
 class EvidenceValues(NamedTuple):
@@ -134,9 +132,8 @@ class Evidence(nn.Module):
     def _whiten_reference_points(self) -> None:
         """Compute the reference points in whitened coordinates; they are derived, so the state dict omits them."""
         points = self.white(self.reference_points.points)
-        codes = torch.zeros_like(self.reference_points.codes)
-        in_half = typical_distance(points) >= _LEAST_APART
-        self.white_reference_points = Neighbours(points, codes, persistent=False, in_half=in_half)
+        codes, origin = torch.zeros_like(self.reference_points.codes), points.new_zeros(points.shape[1])
+        self.white_reference_points = Neighbours(points, codes, origin, persistent=False, eleven_bits=True)
 
     def _derive(self) -> None:
         """Lay out the tables of the CUDA kernel of all coordinates; none where it cannot run."""
@@ -162,8 +159,7 @@ class Evidence(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if "in_half" not in self.white_reference_points.__dict__:  # a pickle of an older version
-            self._whiten_reference_points()
+        self._whiten_reference_points()  # a pickle of an older version has others
         self._derive()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Evidence:
@@ -185,7 +181,9 @@ class Evidence(nn.Module):
             Projection(**polar, unit_length=True),
             RegionDensities(bank, *regions),
             Projection(tensors["white.shift"], tensors["white.matrix"], unit_length=False),
-            Neighbours(*(tensors[f"reference_points.{name}"] for name in ("offsets", "codes", "origin"))),
+            Neighbours(
+                *(tensors[f"reference_points.{name}"] for name in ("offsets", "codes", "origin")), eleven_bits=True
+            ),
             _gaussian_from(tensors, ""),
         )
 
@@ -221,10 +219,8 @@ class Evidence(nn.Module):
             with torch.no_grad():
                 return self.measure(z, label)
         white, mahalanobis, branches = None, None, Branches(z)
-        in_kernel = fits(z, self.tables)
-        if in_kernel:
-            in_half = self.white_reference_points.in_half
-            polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables, in_half)
+        if fits(z, self.tables):
+            polar, *found = coordinates(z, self.tables, self.widths, self.gaussian_tables)
             white = found[0] if self.reference_points.ends else None
             mahalanobis = found[-1] if self.gaussian is not None else None
         else:
@@ -234,7 +230,7 @@ class Evidence(nn.Module):
         near, nearest = None, None
         if white is not None:
             with branches.branch():
-                nearest = self.white_reference_points(white, rounded=in_kernel).squeeze(1)
+                nearest = self.white_reference_points(white).squeeze(1)
             with branches.branch():
                 near = self.reference_points(z) if label is None else self.reference_points.for_labels(z, label)
         density, regions = (self.densities(polar), []) if label is None else self.densities.for_labels(polar, label)

@@ -24,6 +24,9 @@ _MAX_ERROR = 1e-3
 _SAMPLE = 64
 # Coordinates of points that the kernel takes are below this size: a larger scale would overflow.
 _MAX_SIZE = 2.0**126
+# Typical distance between neighbours, in root mean squares of a coordinate, from which eleven bits are enough: they
+# change such a distance by about 1/4000, less than a step of the grid of distances.
+_LEAST_APART = 0.5
 # Float16 holds eleven bits of numbers up to this one.
 _HALF_RANGE = 2.0**15
 
@@ -39,8 +42,8 @@ class Neighbours(nn.Module):
         codes: The class of each point, in ascending order; every class has a point.
         origin: The origin (D,); by default the mean of the points.
         persistent: Whether the state dict includes the points.
-        in_half: Whether to round the points, and all embeddings, to the digits of float16; there is no origin then.
-            CUDA kernels then search with one product instead of three.
+        eleven_bits: Whether to search coordinates rounded to the digits of float16 (:func:`as_half`), relative to the
+            origin, where points lie far enough apart. CUDA kernels then need one product instead of three.
 
     >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
     >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
@@ -49,10 +52,11 @@ class Neighbours(nn.Module):
     tensor([[1, 2]])
     """
 
-    in_half = False  # in pickles of older versions
+    eleven_bits = True  # in pickles of older versions
     origin: Tensor
     offsets: Tensor
     codes: Tensor
+    searched: Tensor
     kept: Tensor | None
     half_squares: Tensor
     slots: Tensor
@@ -65,13 +69,11 @@ class Neighbours(nn.Module):
         origin: Float[Tensor, "D"] | None = None,
         *,
         persistent: bool = True,
-        in_half: bool = False,
+        eleven_bits: bool = False,
     ) -> None:
         super().__init__()
-        self.in_half = in_half
-        if in_half:
-            origin, points = points.new_zeros(points.shape[1]), as_half(points).to(points.dtype)
-        elif origin is None:
+        self.eleven_bits = eleven_bits
+        if origin is None:
             # In float64, so that it is the same on every device.
             mean = points.mean(dim=0, dtype=torch.float64).to(points.dtype)
             origin = mean if len(points) else points.new_zeros(points.shape[1])
@@ -90,24 +92,30 @@ class Neighbours(nn.Module):
     def _derive(self) -> None:
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise.
 
-        Of equal points of a class only the first is searched: ``kept`` holds these, or is None if all points differ.
+        ``searched`` holds the points with the digits of the search. Of those of a class that are equal only the first
+        is searched: ``kept`` holds these, or is None if all differ.
         """
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
-        dim = self.offsets.shape[1]
-        most = _largest_rounding(self.offsets)
+        typical = typical_distance(self.offsets)
+        size = self.offsets.double().square()
+        self.in_half = self.eleven_bits and typical >= _LEAST_APART * float(size.mean().sqrt())
+        searched = as_half(self.offsets) if self.in_half else self.offsets
+        self.register_buffer("searched", searched, persistent=False)
+        dim, most = searched.shape[1], _largest_rounding(searched.dtype, typical, size.sum(dim=1))
         self.far_apart = dim**0.5 > most
-        kept, self.distinct_ends = distinct_points(self.offsets, self.ends)
-        self.register_buffer("kept", None if len(kept) == len(self.offsets) else kept, persistent=False)
-        squares = self.offsets[kept].double().square().sum(dim=1) / 2
-        self.register_buffer("half_squares", squares if self.far_apart else squares.to(self.offsets), persistent=False)
+        kept, self.distinct_ends = distinct_points(searched, self.ends)
+        self.register_buffer("kept", None if len(kept) == len(searched) else kept, persistent=False)
+        squares = searched[kept].double().square().sum(dim=1) / 2
+        self.register_buffer("half_squares", squares if self.far_apart else squares.to(searched), persistent=False)
         groups = group_classes(self.distinct_ends)
         self.register_buffer("slots", groups.slots.to(self.codes.device), persistent=False)
         self.register_buffer("columns", groups.columns.to(self.codes.device), persistent=False)
         self.shapes = groups.shapes
         # The tables of the CUDA kernel, or none where it cannot run. It drops three bits of the products.
-        wanted = bool(self.ends) and possible(self.offsets) and max(dim**0.5, 8.0) <= most
-        wanted = wanted and bool(self.offsets.abs().amax() < _MAX_SIZE)
-        self.tables = list(search_tables(self.offsets, self.ends, pairs=not self.in_half)) if wanted else []
+        wanted = bool(self.ends) and possible(searched) and max(dim**0.5, 8.0) <= most
+        wanted = wanted and bool(searched.abs().amax() < _MAX_SIZE)
+        layout = kept, self.distinct_ends
+        self.tables = list(search_tables(searched, *layout, pairs=not self.in_half)) if wanted else []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tables": []}
@@ -116,20 +124,16 @@ class Neighbours(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._derive()
 
-    def forward(self, z: Float[Tensor, "B D"], *, rounded: bool = False) -> Float[Tensor, "B C"]:
-        """Return the Euclidean distance to the nearest reference point of each class.
+    def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
+        """Return the Euclidean distance to the nearest reference point of each class."""
+        return self.nearest(z)[0]
 
-        With ``rounded`` the embeddings are those of :func:`as_half` already.
-        """
-        return self.nearest(z, rounded=rounded)[0]
-
-    def nearest(
-        self, z: Float[Tensor, "B D"], *, rounded: bool = False
-    ) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
+    def nearest(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
         """Return the distance to the nearest reference point of each class, and the index of that point."""
-        z, dtype = self._prepared(z, rounded)
+        z, dtype = self._prepared(z)
         if self._in_kernel(z):
-            return _search(z, self.origin, self.offsets, self.tables)
+            distance, index = _search(z, as_dtype(self.origin, z.dtype), self.searched, self.tables)
+            return as_dtype(distance, dtype), index
         return self._by_torch(z, dtype)
 
     def for_labels(self, z: Float[Tensor, "B D"], label: Int[Tensor, "B"]) -> Float[Tensor, "B C"]:
@@ -138,19 +142,21 @@ class Neighbours(nn.Module):
         CUDA kernels return, for every class but the label's, the distance to the nearest point of all of them, which
         is faster. The labels are indices into the classes; -1 is taken for 0.
         """
-        z, dtype = self._prepared(z, False)
+        z, dtype = self._prepared(z)
         if self._in_kernel(z):
-            return _search_for_labels(z, label, self.origin, self.offsets, self.tables)
+            origin = as_dtype(self.origin, z.dtype)
+            return as_dtype(_search_for_labels(z, label, origin, self.searched, self.tables), dtype)
         return self._by_torch(z, dtype)[0]
 
-    def _prepared(self, z: Float[Tensor, "B D"], rounded: bool) -> tuple[Float[Tensor, "B D"], torch.dtype]:
-        """The embeddings without gradients in the dtype of the search, and the dtype of distances."""
+    def _prepared(self, z: Float[Tensor, "B D"]) -> tuple[Float[Tensor, "B D"], torch.dtype]:
+        """The embeddings without gradients in the dtype of their offsets, and the dtype of distances."""
         dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
         z = z.detach() if z.requires_grad else z
-        z = as_half(z) if self.in_half and not rounded else z
-        return as_dtype(z, torch.float64 if self.far_apart else dtype), dtype
+        exact = torch.float64 if self.far_apart else dtype
+        return as_dtype(z, self.searched.dtype if self.in_half else exact), dtype
 
     def _in_kernel(self, z: Float[Tensor, "B D"]) -> bool:
+        """Whether the CUDA kernels search these embeddings; their shape is checked, since kernels do not."""
         if not self.tables or z.dtype != torch.float32:
             return False
         if z.dim() != 2 or z.shape[1] != self.offsets.shape[1]:
@@ -158,10 +164,13 @@ class Neighbours(nn.Module):
         return True
 
     def _by_torch(self, z: Float[Tensor, "B D"], dtype: torch.dtype) -> tuple[Float[Tensor, "B C"], Int[Tensor, "B C"]]:
+        """Distances in the given dtype, and indices, by matrix products in plain torch."""
         offset = torch_ops.relative(z, as_dtype(self.origin, z.dtype))
-        points = self.offsets if self.kept is None else self.offsets.index_select(0, self.kept)
-        points, half_squares = as_dtype(points, z.dtype), self.half_squares
-        if half_squares.dtype != z.dtype:
+        if self.in_half:
+            offset = as_dtype(as_half(offset), self.half_squares.dtype)
+        points = self.searched if self.kept is None else self.searched.index_select(0, self.kept)
+        points, half_squares = as_dtype(points, offset.dtype), self.half_squares
+        if half_squares.dtype != offset.dtype:
             half_squares = points.square().sum(dim=1) / 2
         layout = self.distinct_ends, self.slots, self.columns, self.shapes
         distance, index = class_nearest(offset, points, half_squares, *layout)
@@ -175,18 +184,16 @@ class Neighbours(nn.Module):
         return moved
 
 
-def _largest_rounding(offsets: Float[Tensor, "N D"]) -> float:
-    """Largest rounding with which products in the dtype of the points keep the digits of the nearest distance.
+def _largest_rounding(dtype: torch.dtype, typical: float, squares: Float[Tensor, "N"]) -> float:
+    """Largest rounding with which products in a dtype keep the digits of the nearest distance.
 
     The error of a squared distance is about the rounding times eps times the largest squared length. The rounding of
-    products of D features is sqrt(D).
+    products of D features is sqrt(D). ``typical`` is the typical distance, ``squares`` holds the squared lengths.
     """
-    typical = typical_distance(offsets) ** 2
     if not 0.0 < typical < torch.inf:
         return torch.inf
-    largest = float(offsets.double().square().sum(dim=1).amax())
-    # Two divisions: the product of eps and a small length could round to zero.
-    return _MAX_ERROR * (typical / largest) / torch.finfo(offsets.dtype).eps
+    # Divisions: the product of eps and a small length could round to zero.
+    return _MAX_ERROR * (typical**2 / float(squares.amax())) / torch.finfo(dtype).eps
 
 
 def typical_distance(points: Float[Tensor, "N D"]) -> float:

@@ -168,7 +168,7 @@ def second_pass(
     if start < total:
         _refuse_other_rows(first, seen, 0)
     owners = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)[chosen])
-    kept_points = Neighbours(reference, owners)
+    kept_points = Neighbours(reference, owners, eleven_bits=True)
     variance = float(np.trace(first.moments.polar().covariance))
     return ProjectedSet(points, coordinates, codes, first.classes, polar, white, kept_points, reference_rows, variance)
 

@@ -208,7 +208,7 @@ def _count_again(
         _on_cpu(evidence.polar),
         _on_cpu(evidence.white),
         # The origin stays, so that the reference points that are kept stay the same bit by bit.
-        Neighbours(offsets, owners, evidence.reference_points.origin.cpu()),
+        Neighbours(offsets, owners, evidence.reference_points.origin.cpu(), eleven_bits=True),
         kept.reference_rows,
         kept.variance,
     )

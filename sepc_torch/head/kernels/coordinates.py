@@ -20,19 +20,10 @@ _ROWS, _FEATURES = 16, 16
 _MEANS = 16
 
 
-@jit
-def _as_half(x):
-    """The function :func:`sepc_torch.head.neighbours.as_half`: to the nearest, ties to even."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
-    large = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return tl.where(tl.abs(x) < 1.0, x.to(tl.float16).to(tl.float32), large)
-
-
 @jit(do_not_specialize=["points", "dim", "row_stride"])
 def _project(
     z, matrix, shift, scale, blocks, bounds, first, second, wide, square, covered, points, dim, row_stride,
-    columns: tl.constexpr, features: tl.constexpr, rows: tl.constexpr, half: tl.constexpr,
+    columns: tl.constexpr, features: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     live = row < points
@@ -82,7 +73,7 @@ def _project(
         if column == 0:
             tl.store(square + row, total, mask=live)
     elif target == 1:
-        tl.store(second + place, _as_half(y.to(tl.float32)) if half else y.to(tl.float32), mask=inside)
+        tl.store(second + place, y.to(tl.float32), mask=inside)
     else:
         tl.store(wide + place, y, mask=inside)
 
@@ -127,7 +118,7 @@ _launch_project, _launch_mean = Launcher(_project), Launcher(_nearest_mean)
 
 
 def project(
-    z: Float[Tensor, "B D"], tables: LinearTables, widths: list[int], gaussian: GaussianTables | None, half: bool
+    z: Float[Tensor, "B D"], tables: LinearTables, widths: list[int], gaussian: GaussianTables | None
 ) -> list[Tensor]:
     """Coordinates of one or two projections (B, R) in float32 and, with a Gaussian, squared distances (B,) in float64.
 
@@ -136,7 +127,6 @@ def project(
         tables: The projections.
         widths: Numbers of coordinates of the projections.
         gaussian: Class means in coordinates that the tables have as a last, wide projection.
-        half: Whether to round the second projection by :func:`sepc_torch.head.neighbours.as_half`.
     """
     points, dim = z.shape
     z = z if z.stride(1) == 1 else z.contiguous()
@@ -149,7 +139,7 @@ def project(
     _launch_project(
         (-(-points // _ROWS), len(tables.blocks), 1), (aligned(z), points % 2 == 0),
         (z, *tables, narrow[0], narrow[-1], white, sums[0], sums[1:], points, dim, z.stride(0)),
-        (COLUMNS, _FEATURES, _ROWS, half), num_warps=2, num_stages=1,
+        (COLUMNS, _FEATURES, _ROWS), num_warps=2, num_stages=1,
     )  # fmt: skip
     if not gaussian:
         return narrow

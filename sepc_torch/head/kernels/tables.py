@@ -70,18 +70,23 @@ class SearchTables(NamedTuple):
         return self.half.shape[1]
 
 
-def search_tables(points: Float[Tensor, "N D"], ends: list[int], *, pairs: bool = True) -> SearchTables:
-    """Lay out points that are sorted by class; ``ends`` are the ends of the classes.
+def search_tables(
+    points: Float[Tensor, "N D"], kept: Int[Tensor, "n"], ends: list[int], *, pairs: bool = True
+) -> SearchTables:
+    """Lay out points that are sorted by class, as far as they differ.
 
-    Of equal points of a class only the first is laid out. Points with the digits of float16 need no pairs.
+    Args:
+        points: All points; points with the digits of float16 need no pairs.
+        kept: The numbers of the points that are laid out, from :func:`distinct_points`.
+        ends: The ends of the classes among these.
+        pairs: Whether to lay out pairs of float16 numbers.
 
-    >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), [1, 3])
+    >>> tables = search_tables(torch.tensor([[1.0], [2.0], [3.0]]), torch.arange(3), [1, 3])
     >>> tables.high.shape, tables.beside, tables.chunks.tolist(), tables.ranges.tolist()
     (torch.Size([1, 16, 64]), 4, [0, 1], [[1, 4], [0, 4]])
     >>> tables.number.view(4, 16)[:, :3].tolist()
     [[1, 2, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     """
-    kept, ends = distinct_points(points, ends)
     points = points[kept]
     dim, block = points.shape[1], block_size(points.shape[1])
     padded = -(-dim // block) * block
