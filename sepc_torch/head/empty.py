@@ -43,7 +43,7 @@ def empty_parts(in_features: int, classes: list[Any]) -> EmptyParts:
         _projection(in_features + 1, least_length=torch.ones(())),
         RegionDensities(regions, ones, ones.clone(), torch.from_numpy(codes)),
         _projection(in_features),
-        Neighbours(torch.zeros(len(classes), in_features), torch.from_numpy(codes)),
+        Neighbours(torch.zeros(len(classes), in_features), torch.from_numpy(codes), eleven_bits=True),
         SharedGaussian(torch.ones(1, 1), torch.zeros(len(classes), 1), torch.ones(1), torch.zeros(())),
     )
     return EmptyParts(_projection(in_features), sepc, evidence)

@@ -25,8 +25,8 @@ _SAMPLE = 64
 # Coordinates of points that the kernel takes are below this size: a larger scale would overflow.
 _MAX_SIZE = 2.0**126
 # Typical distance between neighbours, in root mean squares of a coordinate, from which eleven bits are enough: they
-# change such a distance by about 1/4000, less than a step of the grid of distances.
-_LEAST_APART = 0.5
+# change such a distance by about 1/3300 (a standard deviation), as much as the grid of distances does.
+_LEAST_APART = 1.0
 # Float16 holds eleven bits of numbers up to this one.
 _HALF_RANGE = 2.0**15
 

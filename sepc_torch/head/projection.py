@@ -104,7 +104,7 @@ class Projection(nn.Module):
         """Project a batch of embeddings (B, D)."""
         if self.tables and isinstance(x, Tensor) and fits(x, self.tables):
             self._check(x)
-            return coordinates(x, self.tables, [len(self.matrix)], [], False)[0]
+            return coordinates(x, self.tables, [len(self.matrix)], [])[0]
         return self._project(x, squares=False)[0]
 
     def with_square(self, x: Tensor) -> tuple[Float[Tensor, "B R"], Float[Tensor, "B"]]:
