@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import textwrap
@@ -161,7 +162,7 @@ def test_the_nearest_of_points_that_float32_cannot_tell_apart(
     for name, value in (("_FEW_PRODUCTS", 2**20 if small else 0), ("_MANY_PRODUCTS", 2**40 if small else 0)):
         monkeypatch.setattr(class_search, name, value)
     monkeypatch.setattr(class_search, "_MANY_POINTS", 10**6 if kind == "each class" else 0)
-    z = torch.from_numpy(5.0 + rng.normal(size=(rows, dim))).float()
+    z = torch.from_numpy(5.0 + 2.0 * np.arange(rows)[:, None] + 0.1 * rng.normal(size=(rows, dim))).float()
     codes = torch.arange(150 * classes) // 150
     steps = rng.normal(size=(len(codes), dim))
     steps *= (0.5 + 1e-6 * rng.random((len(codes), 1))) / np.linalg.norm(steps, axis=1, keepdims=True)
@@ -341,6 +342,33 @@ def test_points_with_eleven_bits(rng: Rng) -> None:
             assert torch.equal(near(z.double()), distance.double())
             assert torch.equal(near(z.double() * (1.0 + 1e-9)), distance.double())
             assert torch.equal(near.double()(z.double()), distance.double())
+
+
+@pytest.mark.parametrize(("scale", "large", "in_half"), [(1.0, 1.0, True), (1e-6, 1.0, False), (1.0, 700.0, False)])
+def test_eleven_bits_keep_distances(rng: Rng, scale: float, large: float, in_half: bool) -> None:
+    """Not below the range of float16, and not where one large coordinate has few digits left for small distances."""
+    points = scale * torch.from_numpy(rng.normal(size=(400, 64)) * np.append(np.ones(63), large)).float()
+    near = Neighbours(points, torch.zeros(400, dtype=torch.int64), eleven_bits=True)
+    assert near.in_half == in_half
+    z = scale * torch.from_numpy(rng.normal(size=(300, 64)) * np.append(np.ones(63), large)).float()
+    exact = torch.cdist(z.double(), points.double()).amin(dim=1)
+    change = near(z).squeeze(1).double() / exact - 1.0
+    assert float(change.square().mean().sqrt()) < 2.0**-11
+
+
+def test_the_digits_of_a_search_do_not_depend_on_moves(rng: Rng) -> None:
+    points = torch.from_numpy(rng.normal(size=(3000, 16))).float()
+    points[0] = 40.0  # so that the search is in float64
+    origin = torch.from_numpy(300.0 * rng.normal(size=16)).float()
+    near = Neighbours(points + origin, torch.zeros(3000, dtype=torch.int64), eleven_bits=True)
+    assert near.in_half
+    assert near.far_apart
+    z = torch.from_numpy(rng.normal(size=(500, 16))) + origin.double()
+    expected = near(z)
+    for _ in range(2):
+        assert torch.equal(near.double()(z), expected)
+    assert torch.equal(copy.deepcopy(near)(z), expected)
+    assert torch.equal(near.float()(z), expected)
 
 
 def test_eleven_bits_need_points_far_apart(rng: Rng) -> None:

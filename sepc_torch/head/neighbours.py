@@ -20,13 +20,13 @@ from sepc_torch.shapes import Float, Int
 # Largest relative error of a squared distance that products in single precision may cause. With more, for reference
 # points in clusters far apart, the search is in float64.
 _MAX_ERROR = 1e-3
-# Reference points whose nearest other point is found to estimate that error.
+# Reference points whose nearest other point is found to estimate that error and the next one.
 _SAMPLE = 64
+# Largest change of distances between neighbours by rounding their coordinates to eleven bits: the median, as a share of
+# the distance. That of rounding to the grid of distances is the same: a quarter of its step of 1/1024.
+_MAX_CHANGE = 2.0**-12
 # Coordinates of points that the kernel takes are below this size: a larger scale would overflow.
 _MAX_SIZE = 2.0**126
-# Typical distance between neighbours, in root mean squares of a coordinate, from which eleven bits are enough: they
-# change such a distance by about 1/3300 (a standard deviation), as much as the grid of distances does.
-_LEAST_APART = 1.0
 # Float16 holds eleven bits of numbers up to this one.
 _HALF_RANGE = 2.0**15
 
@@ -43,7 +43,8 @@ class Neighbours(nn.Module):
         origin: The origin (D,); by default the mean of the points.
         persistent: Whether the state dict includes the points.
         eleven_bits: Whether to search coordinates rounded to the digits of float16 (:func:`as_half`), relative to the
-            origin, where points lie far enough apart. CUDA kernels then need one product instead of three.
+            origin, if that changes the distances between neighbours little. CUDA kernels then need one product instead
+            of three.
 
     >>> near = Neighbours(torch.tensor([[0.0, 0.0], [5.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0, 1]))
     >>> near(torch.tensor([[6.0, 0.0]])).round(decimals=4)
@@ -81,6 +82,7 @@ class Neighbours(nn.Module):
         self.register_buffer("origin", origin, persistent=persistent)
         self.register_buffer("offsets", points, persistent=persistent)
         self.register_buffer("codes", codes, persistent=persistent)
+        self._measure()
         self._derive()
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
@@ -89,6 +91,21 @@ class Neighbours(nn.Module):
         """The reference points in the caller's coordinates."""
         return self.origin + self.offsets
 
+    def _measure(self) -> None:
+        """Find the typical distance between neighbours, and whether eleven bits keep such distances (``in_half``).
+
+        Not repeated when the module moves: it searches the same digits on every device and in every dtype.
+        """
+        self.typical, self.in_half = torch.inf, False
+        if len(self.offsets) < 2:
+            return
+        first, second = _neighbouring(self.offsets)
+        apart = _between(self.offsets, first, second)
+        self.typical = float(apart.median())
+        if self.eleven_bits and 0.0 < self.typical < torch.inf:
+            change = _between(as_half(self.offsets), first, second) / apart - 1.0
+            self.in_half = bool(change.nan_to_num(0.0).abs().median() <= _MAX_CHANGE)  # 0/0 for equal points
+
     def _derive(self) -> None:
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise.
 
@@ -96,12 +113,9 @@ class Neighbours(nn.Module):
         is searched: ``kept`` holds these, or is None if all differ.
         """
         self.ends: list[int] = torch.bincount(self.codes).cumsum(0).tolist() if len(self.codes) else []
-        typical = typical_distance(self.offsets)
-        size = self.offsets.double().square()
-        self.in_half = self.eleven_bits and typical >= _LEAST_APART * float(size.mean().sqrt())
         searched = as_half(self.offsets) if self.in_half else self.offsets
         self.register_buffer("searched", searched, persistent=False)
-        dim, most = searched.shape[1], _largest_rounding(searched.dtype, typical, size.sum(dim=1))
+        dim, most = searched.shape[1], _largest_rounding(searched, self.typical)
         self.far_apart = dim**0.5 > most
         kept, self.distinct_ends = distinct_points(searched, self.ends)
         self.register_buffer("kept", None if len(kept) == len(searched) else kept, persistent=False)
@@ -122,7 +136,7 @@ class Neighbours(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._derive()
+        _after_loading(self, None)
 
     def forward(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return the Euclidean distance to the nearest reference point of each class."""
@@ -153,7 +167,7 @@ class Neighbours(nn.Module):
         dtype = z.dtype if z.dtype == self.offsets.dtype else torch.promote_types(z.dtype, self.offsets.dtype)
         z = z.detach() if z.requires_grad else z
         exact = torch.float64 if self.far_apart else dtype
-        return as_dtype(z, self.searched.dtype if self.in_half else exact), dtype
+        return as_dtype(z, torch.float32 if self.in_half else exact), dtype
 
     def _in_kernel(self, z: Float[Tensor, "B D"]) -> bool:
         """Whether the CUDA kernels search these embeddings; their shape is checked, since kernels do not."""
@@ -177,42 +191,49 @@ class Neighbours(nn.Module):
         return as_dtype(distance, dtype), index if self.kept is None else torch.take(self.kept, index)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Neighbours:
-        before = self.offsets.dtype, self.half_squares.dtype, self.offsets.device
+        parts = "offsets", "searched", "half_squares"
+        before = [(getattr(self, name).dtype, getattr(self, name).device) for name in parts]
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if (self.offsets.dtype, self.half_squares.dtype, self.offsets.device) != before and not self.offsets.is_meta:
+        after = [(getattr(self, name).dtype, getattr(self, name).device) for name in parts]
+        if after != before and not self.offsets.is_meta:
             self._derive()  # recomputed in the new dtype, so that a saved and loaded module gives equal results
         return moved
 
 
-def _largest_rounding(dtype: torch.dtype, typical: float, squares: Float[Tensor, "N"]) -> float:
-    """Largest rounding with which products in a dtype keep the digits of the nearest distance.
+def _largest_rounding(points: Float[Tensor, "N D"], typical: float) -> float:
+    """Largest rounding with which products in the dtype of the points keep the digits of a typical distance.
 
     The error of a squared distance is about the rounding times eps times the largest squared length. The rounding of
-    products of D features is sqrt(D). ``typical`` is the typical distance, ``squares`` holds the squared lengths.
+    products of D features is sqrt(D).
     """
     if not 0.0 < typical < torch.inf:
         return torch.inf
-    # Divisions: the product of eps and a small length could round to zero.
-    return _MAX_ERROR * (typical**2 / float(squares.amax())) / torch.finfo(dtype).eps
+    largest = float(points.double().square().sum(dim=1).amax())
+    # Two divisions: the product of eps and a small length could round to zero.
+    return _MAX_ERROR * (typical**2 / largest) / torch.finfo(points.dtype).eps
 
 
-def typical_distance(points: Float[Tensor, "N D"]) -> float:
-    """Median distance of a point to the nearest other one, from a sample; infinity for fewer than two points.
+def _neighbouring(points: Float[Tensor, "N D"]) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"]]:
+    """A sample of points and the nearest other point of each, as indices.
 
-    >>> typical_distance(torch.tensor([[0.0], [1.0], [3.0]]))
-    1.0
+    >>> _neighbouring(torch.tensor([[0.0], [1.0], [3.0]]))
+    (tensor([0, 1, 2]), tensor([1, 0, 1]))
     """
-    count = len(points)
-    if count < 2:
-        return torch.inf
-    points = points.double()
-    some = torch.linspace(0, count - 1, min(count, _SAMPLE), device=points.device).long()
+    count, points = len(points), points.double()
+    sample = min(count, _SAMPLE)
+    some = torch.arange(sample, device=points.device) * (count - 1) // max(sample - 1, 1)
     apart = torch.cdist(points[some], points)
-    apart[torch.arange(len(some)), some] = torch.inf
-    return float(apart.amin(dim=1).median())
+    apart[torch.arange(sample), some] = torch.inf
+    return some, apart.argmin(dim=1)
+
+
+def _between(points: Float[Tensor, "N D"], first: Int[Tensor, "n"], second: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """Distances between points in float64."""
+    return torch.linalg.vector_norm(points[first].double() - points[second].double(), dim=1)
 
 
 def _after_loading(module: Neighbours, _keys: Any) -> None:
+    module._measure()
     module._derive()
 
 

@@ -258,8 +258,8 @@ def _check_fit_memory(rows: int, features: int, dim: int, classes: int, referenc
     directions = min(_MAX_DIRECTIONS, features + 1)
     coordinates = rows * (8 * dim * (1 + PARTITION_COPIES) + 4 * directions)
     # Merged moments and the workspace of their eigenvectors; a region of each class in float64, twice; reference points
-    # with their offsets and one copy.
-    others = 32 * (features + 1) ** 2 + 16 * classes * directions**2 + 12 * min(rows, reference_points) * features
+    # with their offsets, rounded offsets and one copy.
+    others = 32 * (features + 1) ** 2 + 16 * classes * directions**2 + 16 * min(rows, reference_points) * features
     check_memory(
         coordinates + others,
         f"The fit of {rows} rows x {features} features, {classes} classes and {dim} dimensions",
