@@ -373,14 +373,14 @@ def test_the_digits_of_a_search_do_not_depend_on_moves(rng: Rng) -> None:
 
 def test_eleven_bits_need_points_far_apart(rng: Rng) -> None:
     """The digits of points that are close to each other are kept, also after other points are loaded."""
-    points, codes = torch.from_numpy(rng.normal(size=(50, 2))).float(), torch.zeros(50, dtype=torch.int64)
+    points, codes = torch.from_numpy(rng.normal(size=(2000, 2))).float(), torch.zeros(2000, dtype=torch.int64)
     close = Neighbours(points, codes, eleven_bits=True)
     assert not close.in_half
     assert torch.equal(close.searched, close.offsets)
-    far = Neighbours(torch.from_numpy(rng.normal(size=(50, 40))).float(), codes, eleven_bits=True)
+    far = Neighbours(torch.from_numpy(rng.normal(size=(50, 40))).float(), codes[:50], eleven_bits=True)
     assert far.in_half
     assert not torch.equal(far.searched, far.offsets)
-    loaded = Neighbours(torch.zeros(50, 40), codes, eleven_bits=True)
+    loaded = Neighbours(torch.zeros(50, 40), codes[:50], eleven_bits=True)
     loaded.load_state_dict(far.state_dict())
     assert loaded.in_half
     assert torch.equal(loaded.searched, far.searched)
