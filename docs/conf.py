@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -15,7 +20,17 @@ project = "sepc_torch"
 author = "the sepc_torch contributors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+autosummary_generate = False  # the pages of api/ list their names; autosummary writes the tables of api/index
+viewcode_line_numbers = True
 exclude_patterns = ["gallery/README.md"]
 # pytest runs the doctests of the modules (--doctest-modules); the builder doctest is for single pages by hand.
 doctest_test_doctest_blocks = ""
@@ -27,8 +42,16 @@ html_show_copyright = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+# Styles in which names of modules do not look like links, and added lines of a diff are green.
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+copybutton_selector = (
+    "div.highlight-python pre, div.highlight-default pre, div.highlight-sh pre, div.highlight-none pre"
+)
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # examples of docstrings are copied without prompts and output
+copybutton_prompt_is_regexp = True
 
-myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 4  # anchors of headings as GitHub makes them, so links work in both places
 
 add_module_names = True
@@ -62,14 +85,45 @@ def _block(writer: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+# Classes that a user makes by fit or load, never by the constructor.
+_MADE_OTHERWISE = {
+    "sepc_torch.TrustHead",
+    "sepc_torch.TrustedModel",
+    "sepc_torch.SEPC",
+}
+
+
+def _without_constructor(
+    app: Sphinx, what: str, name: str, member: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str, str] | None:
+    """Leave out the signature of a constructor that nobody calls: ``fit`` and ``load`` follow."""
+    return ("", "") if name in _MADE_OTHERWISE else None
+
+
+def _without_arguments(app: Sphinx, what: str, name: str, member: object, options: object, lines: list[str]) -> None:
+    """Leave out the arguments of such a constructor."""
+    if name in _MADE_OTHERWISE and "Args:" in lines:
+        first = lines.index("Args:")
+        last = next((i for i in range(first + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), len(lines))
+        del lines[first:last]
+
+
+# Methods that torch and Lightning call, or other parts of the package, and those that scikit-learn adds.
+_INTERNAL = {"get_extra_state", "set_extra_state", "as_tensor", "require_calibration", "replace_points"}
+_HOOK = r"set_\w+_request|on_\w+_(start|end)|on_exception|setup|teardown"
+
+
 def _left_out(app: Sphinx, what: str, name: str, member: object, skip: bool, options: object) -> bool | None:
-    """Leave out fields of named tuples, which their class describes, and the methods that scikit-learn adds."""
+    """Leave out fields of named tuples, which their class describes, and methods that other libraries call."""
     field = (getattr(member, "__doc__", None) or "").startswith("Alias for field number")
-    return True if field or re.fullmatch(r"set_\w+_request", name) else None
+    return True if field or name in _INTERNAL or re.fullmatch(_HOOK, name) else None
 
 
-# Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines).
-_ONE_LINE, _PROSE = 40, 100
+# Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines; on a
+# phone, more than a line). From so many columns on a table has a smaller type.
+_ONE_LINE, _PROSE, _PHONE, _MANY = 40, 100, 35, 7
+# A line of a table has room for so many characters; where the columns need more, only short cells stay on one line.
+_ROOM, _SHORT = 95, 11
 
 
 def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None:
@@ -82,19 +136,67 @@ def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None
             for cell in cells
             if (text := cell.astext()) not in map(nodes.literal.astext, cell.findall(nodes.literal))
         ]
+        columns = len(list(table.findall(nodes.colspec)))
+        longest = max(len(cell.astext()) for cell in cells)
+        if longest > _PHONE and columns < _MANY:
+            table["classes"].append("prose")
+        if columns >= _MANY:
+            table["classes"].append("many-columns")
         if max(map(len, prose)) > _PROSE:
             continue  # the width of the page belongs to the prose
+        wanted = sum(
+            max(len(cell.astext()) for cell in cells if cell.parent.index(cell) == column) for column in range(columns)
+        )
+        limit = _SHORT if wanted > _ROOM else _ONE_LINE
         for cell in cells:
             text, first = cell.astext(), cell.parent.index(cell) == 0
-            if len(text) <= _ONE_LINE and (first or re.search(r"\d", text)):
+            if len(text) <= limit and (first or re.search(r"\d", text)):
                 cell["classes"].append("one-line")
 
 
+def _sample_report(app: Sphinx, error: Exception | None) -> None:
+    """Write the sample of a trust report, to which docs/report.md links, beside the pages."""
+    if error is None and app.builder.format == "html":
+        sample = runpy.run_path(str(Path(app.srcdir) / "pictures" / "report.py"))
+        sample["write_sample"](Path(app.outdir) / "sample_report.html")
+
+
+def _commands(app: Sphinx, page: str, source: list[str]) -> None:
+    """Write the reference of the command line from the program."""
+    if page == "command_line":
+        import typer
+
+        from sepc_torch.cli import app as sepc
+
+        group = typer.main.get_command(sepc)
+        text = "\n".join(_command_text(group, group.make_context("sepc", [], resilient_parsing=True)))
+        source[0] = source[0].replace("<!-- commands -->", text)
+
+
+def _command_text(group: Any, context: Any) -> Iterator[str]:
+    """The commands of a group in Markdown: usage, what each does, arguments and options."""
+    for listed in group.list_commands(context):
+        command = group.resolve_command(context, [listed])[1]
+        inner = type(context)(command, info_name=listed, parent=context)
+        if hasattr(command, "list_commands"):
+            yield from _command_text(command, inner)
+            continue
+        records = [parameter.get_help_record(inner) for parameter in command.get_params(inner)]
+        arguments = [name.partition(" ")[0] for name, _ in records if not name.startswith("-")]
+        yield f"## {inner.command_path}\n\n{inspect.cleandoc(command.help)}\n"
+        yield f"```none\n{' '.join([inner.command_path, *arguments, '[OPTIONS]'])}\n```\n"
+        yield from (f"`{name}`\n: {help}\n" for name, help in records if "--help" not in name)
+
+
 def setup(app: Sphinx) -> None:
-    """Write formulas as MathML, which browsers show without scripts and without a connection."""
+    """Write formulas as MathML, which browsers show without scripts and without a connection; add the sample report."""
+    app.connect("source-read", _commands)
+    app.connect("autodoc-process-signature", _without_constructor)
+    app.connect("autodoc-process-docstring", _without_arguments, priority=400)  # before napoleon
     app.connect("doctree-resolved", _cells_on_one_line)
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("autodoc-skip-member", _left_out)
+    app.connect("build-finished", _sample_report)
 
 
 html_math_renderer = "mathml"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,10 @@ CHECKSUMS = {
     "vertebral": "94589f5f67cc855dd6b67ea9d17e33729b4bee9ca5c025d808b4be92e0440dc9",
 }
 OPENML = {"adult": 1590, "vertebral": 1524}
+FASHION, CLINC = "fashion_mnist_cnn_features.npz", "clinc150_minilm.npz"
 FILES = {"adult": "adult.csv.gz", "vertebral": "vertebral_column_2c.csv"}
 
 ADULT_NUMBERS = ["age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week"]
-ADULT_CATEGORIES = [
-    "workclass",
-    "education",
-    "marital-status",
-    "occupation",
-    "relationship",
-    "race",
-    "sex",
-    "native-country",
-]
 # The paper's codes 2, 11, 2, 2, 0, 4, 1 and 38 are the alphabetical positions of these values.
 STRATUM = {
     "workclass": "Private",
@@ -57,16 +49,13 @@ STRATUM = {
     "sex": "Male",
     "native-country": "United-States",
 }
+ADULT_CATEGORIES = list(STRATUM)
 # education-num follows from education, so it is constant in the stratum; the paper drops it too.
 STRATUM_FEATURES = [name for name in ADULT_NUMBERS if name != "education-num"]
 OVERLAPPING_SIZES = (150, 100)
 VERTEBRAL_FEATURES = [
-    "pelvic_incidence",
-    "pelvic_tilt",
-    "lumbar_lordosis_angle",
-    "sacral_slope",
-    "pelvic_radius",
-    "degree_spondylolisthesis",
+    *("pelvic_incidence", "pelvic_tilt", "lumbar_lordosis_angle"),
+    *("sacral_slope", "pelvic_radius", "degree_spondylolisthesis"),
 ]
 
 
@@ -74,6 +63,12 @@ def data_folder() -> Path | None:
     """The folder named by SEPC_DATA, or None."""
     folder = os.environ.get("SEPC_DATA")
     return Path(folder) if folder else None
+
+
+def stored_arrays(file: str) -> Mapping[str, np.ndarray] | None:
+    """The arrays of a file in SEPC_DATA, or None if it is missing."""
+    folder = data_folder()
+    return np.load(folder / file) if folder is not None and (folder / file).is_file() else None
 
 
 def adult() -> pd.DataFrame:
@@ -141,22 +136,17 @@ def small(seed: int) -> dict[str, Data]:
     return sets
 
 
-def embeddings(per_class: int | None, seed: int) -> dict[str, tuple[Data, Data]]:
+def embeddings(per_class: int, seed: int) -> dict[str, tuple[Data, Data]]:
     """Training and test embeddings by name, with at most ``per_class`` training points of a class."""
     rng = np.random.default_rng(seed)
     x, y = load_digits(return_X_y=True)
     order = rng.permutation(len(x))
     half = len(x) // 2
     sets = {"digits": ((x[order[:half]], y[order[:half]]), (x[order[half:]], y[order[half:]]))}
-    folder = data_folder()
-    for name, file in (("fashion", "fashion_mnist_cnn_features.npz"), ("clinc150", "clinc150_minilm.npz")):
-        if folder is None or not (folder / file).is_file():
-            continue
-        arrays = np.load(folder / file)
+    if (arrays := stored_arrays(FASHION)) is not None:
         x, y, split = arrays["X"].astype(np.float32), arrays["y"], arrays["split"]
-        train, test = np.flatnonzero((split == 0) & (y >= 0)), np.flatnonzero((split == 2) & (y >= 0))
-        sets[name] = (x[train], y[train]), (x[test], y[test])
-    return {name: (_at_most(train, per_class, rng), test) for name, (train, test) in sets.items()}
+        sets["fashion"] = (x[split == 0], y[split == 0]), (x[split == 2], y[split == 2])
+    return {name: (_at_most(*train, per_class, rng), test) for name, (train, test) in sets.items()}
 
 
 def _file(name: str) -> Path | None:
@@ -191,9 +181,6 @@ def _rich(table: pd.DataFrame) -> np.ndarray:
     return (table["income"] == ">50K").to_numpy().astype(int)
 
 
-def _at_most(data: Data, per_class: int | None, rng: np.random.Generator) -> Data:
-    x, y = data
-    if per_class is None:
-        return data
+def _at_most(x: np.ndarray, y: np.ndarray, per_class: int, rng: np.random.Generator) -> Data:
     keep = np.concatenate([rng.permutation(np.flatnonzero(y == label))[:per_class] for label in np.unique(y)])
     return x[keep], y[keep]

@@ -7,28 +7,19 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from harness import FIGURES
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from experiments.harness import FIGURES
 from sepc_torch import Ellipsoid
 from sepc_torch.plot import COLORS, MARKERS, outline
 
 mpl.use("Agg")
 
 
-def save_figure(figure: Figure, name: str) -> list[Path]:
-    """Write the figure as SVG and PNG, bit-identical for identical figures."""
-    svg = FIGURES / f"{name}.svg"
-    png = save_png(figure, name)
-    with mpl.rc_context({"svg.hashsalt": name}):  # the salt of the ids in the file, random by default
-        figure.savefig(svg, dpi=72, bbox_inches="tight", metadata={"Date": None})
-    return [svg, png]
-
-
-def save_png(figure: Figure, name: str) -> Path:
-    """Write the figure as PNG alone, for pages that do not link an SVG file; 256 colours take a third of the space."""
+def save_figure(figure: Figure, name: str) -> Path:
+    """Write the figure as PNG; 256 colours take a third of the space."""
     FIGURES.mkdir(exist_ok=True)
     png = FIGURES / f"{name}.png"
     drawn = io.BytesIO()

@@ -1,7 +1,9 @@
 """Stamps on results: which command measured them, when, and on which sources.
 
 The sources of a result are two hashes: one of the package's Python files, one of the script and of the modules in
-experiments/ that it imports. A hash covers paths and contents, and nothing of the machine or of version control.
+experiments/ that it imports. Both cover code: comments, docstrings and layout do not count. The hash of the package
+covers paths too, that of a script does not, because a script that moves stays what it is. Nothing of the machine or of
+version control enters.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,75 +29,72 @@ Files = Mapping[str, bytes]
 
 def read_sources(root: Path = ROOT) -> dict[str, bytes]:
     """The Python files of the package and of experiments/, by their path from the root."""
-    paths = [*(root / PACKAGE).rglob("*.py"), *(root / EXPERIMENTS).glob("*.py")]
+    paths = [*(root / PACKAGE).rglob("*.py"), *(root / EXPERIMENTS).rglob("*.py")]
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
+@cache
+def code(source: bytes) -> bytes:
+    """The code of a file as Python writes it, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, False) is not None:
+            node.body[:1] = [ast.Pass()]
+    return ast.unparse(tree).encode()
+
+
 def digest(files: Files) -> str:
-    """A hash of paths and contents, independent of the order of the files and of line endings."""
+    """A hash of paths and code, independent of the order of the files, of comments and of line endings."""
     found = hashlib.sha256()
     for path in sorted(files):
-        content = files[path].replace(b"\r\n", b"\n")
+        content = code(files[path])
         found.update(f"{path}\0{len(content)}\0".encode() + content)
     return found.hexdigest()[:DIGITS]
 
 
 def script_files(script: str, files: Files) -> dict[str, bytes]:
-    """A script and the modules in experiments/ that it imports, directly or through others."""
+    """A script, such as ``paper.iris``, and the modules in experiments/ that it imports, directly or through others."""
     found: dict[str, bytes] = {}
-    waiting = [f"{EXPERIMENTS}/{script}.py"]
+    waiting = [f"{EXPERIMENTS}.{script}"]
     while waiting:
-        path = waiting.pop()
+        path = waiting.pop().replace(".", "/") + ".py"
         if path in files and path not in found:
             found[path] = files[path]
-            waiting += [f"{EXPERIMENTS}/{name}.py" for name in _imported(files[path])]
+            waiting += _imported(files[path])
     return found
 
 
 def _imported(source: bytes) -> set[str]:
-    """The first parts of all imported module names."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
+    """The names that the modules of experiments/ are imported from, and the imported names behind them."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return {name for node in found for name in (f"{node.module}", *(f"{node.module}.{a.name}" for a in node.names))}
 
 
 def hashes(script: str, files: Files) -> dict[str, str]:
     """The hash of the package and that of the script with its modules."""
     package = {path: content for path, content in files.items() if path.startswith(f"{PACKAGE}/")}
-    return {"package": digest(package), "script": digest(script_files(script, files))}
+    contents = sorted(script_files(script, files).values(), key=code)
+    return {"package": digest(package), "script": digest({str(i): text for i, text in enumerate(contents)})}
 
 
 def script_of(command: str) -> str:
-    """The name of the script in a command such as ``python experiments/iris.py --seed 1``."""
-    found = re.search(rf"{EXPERIMENTS}/(\w+)\.py", command)
+    """The name of the script in a command such as ``python -m experiments.paper.iris --seed 1``: ``paper.iris``."""
+    found = re.search(rf"-m {EXPERIMENTS}\.([\w.]+)", command)
     if found is None:
-        raise ValueError(f"Expected a command that runs a script in {EXPERIMENTS}/, got {command!r}.")
+        raise ValueError(f"Expected a command that runs a module of {EXPERIMENTS}, got {command!r}.")
     return found[1]
 
 
-def stamp(documented: str, files: Files) -> dict[str, Any]:
-    """The stamp of a measurement that ends now.
+def running() -> str:
+    """The command of the running process."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
-    Args:
-        documented: The command that the script documents. The stamp holds the command that was really run, where the
-            running process is that script.
-        files: The sources as they were when the process started.
-    """
-    script = script_of(documented)
-    running = Path(sys.argv[0])
-    command = documented
-    if running.stem == script:
-        before = documented.partition("python ")[0]  # an environment variable that the script needs
-        command = before + shlex.join(["python", f"{EXPERIMENTS}/{script}.py", *sys.argv[1:]])
-    return {
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sources": hashes(script, files),
-    }
+
+def stamp(command: str, files: Files) -> dict[str, Any]:
+    """The stamp of a measurement that ends now; ``files`` are the sources as they were when the process started."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command, "date": date, "sources": hashes(script_of(command), files)}
 
 
 def stamp_parts(

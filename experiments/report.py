@@ -1,11 +1,11 @@
 """Write the generated sections of README.md and docs/ from the JSON files in experiments/results.
 
-python experiments/report.py            # rewrite the sections between their markers
-python experiments/report.py --check    # exit with 1 if a section does not show the stored numbers
+python -m experiments.report            # rewrite the sections between their markers
+python -m experiments.report --check    # exit with 1 if a section does not show the stored numbers
 
-Every section ends with the date, the command and the sources of its measurement. A section is marked "on older
-sources" if the package or the script differed from the measured one when the page was written. ``--check`` ignores
-this mark, so that an edit of the package alone does not fail it, and prints which results are older now.
+Every section ends with the date of its measurement; docs/results.md has commands and sources. A section is marked "on
+older sources" if the package or the script differed from the measured one when the page was written. ``--check``
+ignores this mark, so that an edit of the package alone does not fail it, and prints which results are older now.
 """
 
 from __future__ import annotations
@@ -13,64 +13,60 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
-from evidence_tables import evidence_kinds
-from gpu_tables import gpu
-from harness import FIGURES, RESULTS, SOURCES
-from head_tables import head_speed
-from markdown_tables import load, table
-from novelty_tables import label_errors, novelties
-from panel_tables import chosen_without, defaults, panel, summary
-from paper_tables import PAPER, agreements, figures, peers, reproductions, side_by_side
-from promise_tables import drift, group_promises
-from provenance import Files, older, stamps
-from readme_table import overview
-from serving_tables import engines, onnx_files, onnx_gpu, serve_load
-from tables import (
-    active,
-    files,
-    inference,
-    large_fits,
-    layers,
-    many_classes,
-    monitor_cost,
-    nearest,
-    partitions,
-    refits,
-    solvers,
-)
+import experiments.labels.tables as labels
+import experiments.panel.tables as panel
+import experiments.paper.tables as paper
+import experiments.promises.tables as promises
+import experiments.serving.tables as serving
+import experiments.solvers.tables as solvers
+import experiments.speed.tables as speed
+import experiments.tables.tables as tables
+from experiments.harness import FIGURES, RESULTS, SOURCES, load
+from experiments.provenance import ROOT, Files, older, stamps
+from experiments.speed.gpu_tables import gpu
+from experiments.table_writer import Column, Row, table
 
-ROOT = RESULTS.parents[1]
 OLDER = ", on older sources"
 
 
 class Section(NamedTuple):
-    """A generated section: the function that writes it, and the results that it shows."""
+    """A generated section: the function that writes it from stored results, and their names.
 
-    write: Callable[[], str]
+    A section that is not ``dated`` has no line on each measurement: docs/results.md has all of them.
+    """
+
+    write: Callable[..., str]
     results: tuple[str, ...]
+    by_name: bool = False  # whether the function takes one dictionary of all results
+    dated: bool = True
 
     def text(self) -> str:
-        return f"{self.write()}\n\n{measured_on({name: load(name) for name in self.results}, SOURCES)}"
+        found = {name: load(name) for name in self.results}
+        text = self.write(found) if self.by_name else self.write(*found.values())
+        return f"{text}\n\n{measured_on(found, SOURCES)}" if self.dated else text
 
 
-def measured_on(results: dict[str, dict[str, Any]], files: Files) -> str:
-    """One line for every stamp: date, command and sources, and whether the sources have changed.
+def measured_on(results: dict[str, Row], files: Files) -> str:
+    """The days of the measurements, and whether sources have changed since; docs/results.md has commands and sources.
 
     Args:
         results: Stored results by name.
         files: The present sources.
     """
-    lines = [_line(names, stamp, files) for names, stamp in _by_stamp(results)]
-    return "\n".join(lines if len(lines) == 1 else [f"- {line}" for line in lines])
+    found = sorted((stamp for _, stamp in _by_stamp(results)), key=lambda stamp: str(stamp["date"]))
+    days = list(dict.fromkeys([_date(found[0]), _date(found[-1])]))
+    age = OLDER if any(older(stamp, files) for stamp in found) else ""
+    return f"Measured {' to '.join(days)}{age} ([commands and sources](results.md))."
 
 
-def _by_stamp(results: dict[str, dict[str, Any]]) -> list[tuple[list[str], dict[str, Any]]]:
+def _by_stamp(results: dict[str, Row]) -> list[tuple[list[str], Row]]:
     """Every stamp with the parts that share it; a result without parts has one unnamed part."""
-    found: list[tuple[list[str], dict[str, Any]]] = []
+    found: list[tuple[list[str], Row]] = []
     for result in results.values():
-        groups: list[tuple[list[str], dict[str, Any]]] = []
+        groups: list[tuple[list[str], Row]] = []
         for part, stamp in stamps(result).items():
             same = next((names for names, other in groups if other == stamp), None)
             if same is None:
@@ -81,43 +77,31 @@ def _by_stamp(results: dict[str, dict[str, Any]]) -> list[tuple[list[str], dict[
     return found
 
 
-def _line(parts: list[str], stamp: dict[str, Any], files: Files) -> str:
-    named = f"{'Parts' if len(parts) > 1 else 'Part'} {', '.join(parts)}: measured"
-    what = named if parts != [""] else "Measured"
-    age = OLDER if older(stamp, files) else ""
-    return f"{what} {_date(stamp)} with `{stamp['command']}`{age} ({_sources(stamp)})."
-
-
-def _date(stamp: dict[str, Any]) -> str:
+def _date(stamp: Row) -> str:
     """The day of the measurement; a stamp from version control knows only the day of the commit."""
     return ("not after " if "stamped" in stamp else "") + str(stamp["date"])[:10]
 
 
-def _sources(stamp: dict[str, Any]) -> str:
-    return ", ".join(f"{name} `{value}`" for name, value in stamp["sources"].items())
-
-
-def all_results() -> dict[str, dict[str, Any]]:
-    """Every stored result by name."""
-    return {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*.json"))}
-
-
-def provenance_table(results: dict[str, dict[str, Any]], files: Files) -> str:
+def provenance_table(results: dict[str, Row], files: Files) -> str:
     """The command, date and sources of every stored result."""
-    rows = [
-        [
-            f"`{name}.json`" + (f": {', '.join(parts)}" if parts != [""] else ""),
-            f"{_date(stamp)}{OLDER if older(stamp, files) else ''}",
-            f"`{stamp['command']}`",
-            *(f"`{value}`" for value in stamp["sources"].values()),
-        ]
-        for name, result in results.items()
-        for parts, stamp in _by_stamp({name: result})
+    columns: list[Column] = [
+        ("result", lambda r: f"`{r['name']}.json`" + (f": {', '.join(r['parts'])}" if r["parts"] != [""] else "")),
+        ("measured", lambda r: f"{_date(r)}{OLDER if older(r, files) else ''}"),
+        ("command", "command", "`{}`"),
+        ("package", "sources.package", "`{}`"),
+        ("script", "sources.script", "`{}`"),
     ]
-    return table(["result", "measured", "command", "package", "script"], rows)
+    return table(
+        [
+            {"name": name, "parts": parts, **stamp}
+            for name, result in results.items()
+            for parts, stamp in _by_stamp({name: result})
+        ],
+        columns,
+    )
 
 
-def ages(results: dict[str, dict[str, Any]], files: Files) -> str:
+def ages(results: dict[str, Row], files: Files) -> str:
     """A sentence that names the results with a part that was measured on older sources."""
     old = [name for name, result in results.items() if any(older(stamp, files) for stamp in stamps(result).values())]
     named = f": {', '.join(old)}" if old else ""
@@ -143,57 +127,86 @@ def same_numbers(before: str, after: str) -> bool:
     return before.replace(OLDER, "") == after.replace(OLDER, "")
 
 
-PAPER_PAGE = ROOT / "docs" / "paper.md"
+def overview(results: Row, later: Row, head: Row) -> str:
+    """The networks and the tables of numbers apart, a row for every question; then the speed of a head."""
+    columns: list[Column] = [
+        ("question", lambda row: f"{row['question'].title}: {row['question'].unit}"),
+        ("ours", lambda row: panel.figure(row, "ours")),
+        ("best other", lambda row: f"{panel.figure(row, 'theirs')} {row['title']}"),
+        ("difference, 95 %", panel.difference),
+        ("rank", lambda row: f"{row['rank']} of {row['scores']}"),
+    ]
+    texts = []
+    for networks in (True, False):
+        rows = panel.answers(panel.with_later(results, later), networks)
+        texts.append(f"{'Networks' if networks else 'Tables'} ({', '.join(panel.set_names(results, networks))}):")
+        texts.append(table([row for row in rows if row["question"].kind != "calibration"], columns))
+    largest = head["parts"]["gpu"]["rows"][-1]
+    texts.append(
+        "Means; the best other score has the best mean, and a larger AUROC is better. All sets were looked at during "
+        "the [design](docs/panel.md#networks-and-tables-apart). A GPU judges "
+        f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md))."
+    )
+    return "\n\n".join(texts)
+
+
+ALL = tuple(path.stem for path in sorted(RESULTS.glob("*.json")))
 PAGES: dict[str, dict[str, Section]] = {
-    "docs/lightning.md": {"monitor_cost": Section(monitor_cost, ("lightning_digits",))},
+    "README.md": {"overview": Section(overview, ("trust_panel", "later_scores", "bench_head"), dated=False)},
+    "docs/measurements.md": {
+        "power": Section(promises.POWER, ("power",)),
+        "label_errors": Section(labels.label_errors, ("label_errors",)),
+        "active": Section(labels.active, ("active_learning",)),
+        "monitor_cost": Section(labels.MONITOR_COST, ("lightning_digits",)),
+        "files": Section(speed.FILES, ("bench_files",)),
+        "large_fits": Section(speed.large_fits, ("large_fits",)),
+    },
     "docs/panel.md": {
-        "summary": Section(summary, ("trust_panel",)),
-        "panel": Section(panel, ("trust_panel",)),
-        "chosen_without": Section(chosen_without, ("leave_one_out",)),
-        "evidence_kinds": Section(evidence_kinds, ("evidence_kinds",)),
-        "defaults": Section(defaults, ("head_defaults",)),
+        "summary": Section(panel.summary, ("trust_panel",)),
+        "groups": Section(panel.groups, ("trust_panel", "later_scores")),
+        "ablation": Section(panel.ablation, ("ablation",)),
+        "panel": Section(panel.panel, ("trust_panel",)),
+        "chosen_without": Section(panel.chosen_without, ("leave_one_out",)),
+        "evidence_kinds": Section(panel.evidence_kinds, ("evidence_kinds",)),
+        "openood": Section(panel.openood, ("openood",)),
+        "defaults": Section(panel.defaults, ("head_defaults",)),
     },
     "docs/speed.md": {
-        "inference": Section(inference, ("bench_inference",)),
-        "head": Section(head_speed, ("bench_head",)),
+        "inference": Section(speed.INFERENCE, ("bench_inference",)),
+        "head": Section(speed.head_speed, ("bench_head",)),
         "gpu": Section(gpu, ("bench_gpu",)),
-        "partitions": Section(partitions, ("bench_partition",)),
-        "many-classes": Section(many_classes, ("bench_classes",)),
-    },
-    "docs/large_fits.md": {
-        "large_fits": Section(large_fits, ("large_fits",)),
-        "files": Section(files, ("bench_files",)),
+        "partitions": Section(speed.partitions, ("bench_partition",)),
+        "many-classes": Section(speed.many_classes, ("bench_classes",)),
     },
     "docs/solvers.md": {
-        "solvers": Section(solvers, ("bench_solvers",)),
-        "layers": Section(layers, ("bench_layers", "bench_layers_gpu")),
-        "refits": Section(refits, ("refit_moons", "refit_embeddings")),
+        "solvers": Section(solvers.SOLVERS, ("bench_solvers",)),
+        "layers": Section(solvers.layers, ("bench_layers", "bench_layers_gpu")),
+        "refits": Section(solvers.refits, ("refit_moons", "refit_embeddings")),
     },
     "docs/promises.md": {
-        "group_promises": Section(group_promises, ("group_promises",)),
-        "drift": Section(drift, ("drift",)),
+        "group_promises": Section(promises.GROUP_PROMISES, ("group_promises",)),
+        "unit_promises": Section(promises.UNIT_PROMISES, ("unit_promises",)),
+        "target": Section(promises.target, ("target",)),
+        "set_sizes": Section(promises.set_sizes, ("set_sizes",)),
+        "drift": Section(promises.drift, ("drift",)),
     },
+    "docs/drift.md": {"risk_monitor": Section(promises.risk_monitor, ("risk_monitor",))},
+    "docs/deployment.md": {"deployment": Section(promises.deployment, ("deployment",))},
     "docs/serving.md": {
-        "engines": Section(engines, ("engines",)),
-        "onnx_files": Section(onnx_files, ("onnx_files",)),
-        "onnx_gpu": Section(onnx_gpu, ("onnx_gpu",)),
-        "serve_load": Section(serve_load, ("serve_load",)),
+        name: Section(getattr(serving, name), (name,)) for name in ("engines", "onnx_files", "onnx_gpu", "serve_load")
     },
-    "docs/novelties.md": {"novelties": Section(novelties, ("novelties",))},
-    "docs/label_errors.md": {"label_errors": Section(label_errors, ("label_errors",))},
-    "docs/active_learning.md": {"active": Section(active, ("active_learning",))},
+    "docs/novelties.md": {"novelties": Section(promises.novelties, ("novelties",))},
+    "docs/tables.md": {name: Section(getattr(tables, name), ("ten_tables",)) for name in ("accepted", "labels")},
     "docs/paper.md": {
-        "paper": Section(lambda: side_by_side(reproductions()), PAPER),
-        "agreements": Section(lambda: agreements(reproductions()), ("overlapping", "toy_sets", "wdbc", "iris")),
-        "peers": Section(peers, ("peers",)),
-        "nearest": Section(nearest, ("nearest",)),
+        "paper": Section(paper.side_by_side, paper.PAPER, by_name=True),
+        "agreements": Section(paper.agreements, paper.COMPARING, by_name=True),
+        "peers": Section(paper.peers, ("peers",)),
+        "nearest": Section(paper.nearest, ("nearest",)),
+        "figures": Section(
+            partial(paper.figures, folder=FIGURES, page=ROOT / "docs" / "paper.md"), paper.PAPER, True, dated=False
+        ),
     },
-}
-# Generated sections without a line on each measurement: README.md links docs/results.md, which has all of them.
-PLAIN: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"overview": overview},
-    "docs/paper.md": {"figures": lambda: figures(reproductions(), FIGURES, PAPER_PAGE)},
-    "docs/results.md": {"results": lambda: provenance_table(all_results(), SOURCES)},
+    "docs/results.md": {"results": Section(partial(provenance_table, files=SOURCES), ALL, True, dated=False)},
 }
 
 
@@ -202,21 +215,20 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a page does not show the stored numbers")
     options = parser.parse_args()
     stale = []
-    for page in dict.fromkeys([*PAGES, *PLAIN]):
+    for page, sections in PAGES.items():
         path = ROOT / page
-        sections = {name: section.text for name, section in PAGES.get(page, {}).items()} | PLAIN.get(page, {})
         before = path.read_text()
-        after = rewritten(before, sections)
+        after = rewritten(before, {name: section.text for name, section in sections.items()})
         if not options.check:
             path.write_text(after)
             print(f"{page} {'rewritten' if after != before else 'is up to date'}")
         elif not same_numbers(before, after):
             stale.append(page)
         elif after != before:
-            print(f'{page}: the marks "{OLDER.strip(", ")}" are out of date; python experiments/report.py renews them')
-    print(ages(all_results(), SOURCES))
+            print(f'{page}: the marks "{OLDER.strip(", ")}" are out of date; python -m experiments.report renews them')
+    print(ages({name: load(name) for name in ALL}, SOURCES))
     if stale:
-        sys.exit(f"{' and '.join(stale)} out of date: run python experiments/report.py")
+        sys.exit(f"{' and '.join(stale)} out of date: run python -m experiments.report")
 
 
 if __name__ == "__main__":

@@ -6,22 +6,22 @@ network to accept, draw, and write a report.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import typer
 from matplotlib.figure import Figure
 from sklearn.datasets import load_breast_cancer, load_digits, make_moons
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
 
-from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition
-from sepc_torch.cli_tables import summary
+from sepc_torch import SEPC, Prediction, TrustHead, landscape, partition, write_report
+from sepc_torch.cli.tally import RuleTally
 from sepc_torch.data.labels import label_codes
-from sepc_torch.data.text_table import printable, text_table
+from sepc_torch.data.text import printable, text_table
 from sepc_torch.model.rules import Rule
 from sepc_torch.plot import draw_decisions, draw_partition
 from sepc_torch.shapes import Array, Int
@@ -54,8 +54,10 @@ class Decided(NamedTuple):
     numbers: Array
 
 
-def main(folder: Path) -> None:
-    """Run all steps; write the models, the figures and the report into the folder."""
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder to write the models and figures to.")] = Path("demo"),
+) -> None:
+    """Run the demonstration: every step on data sets that scikit-learn includes."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     data = load_breast_cancer(as_frame=True)
@@ -71,7 +73,7 @@ def main(folder: Path) -> None:
     _report(decided, folder)
     print(f"\nDone in {time.perf_counter() - begun:.0f} s. Written to {printable(folder)}:")
     print("  wdbc.partition.safetensors  ellipsoids and hyperplanes of step 1 (Partition.load)")
-    print("  wdbc.safetensors            frozen model of step 2 (SEPC.load, sepc score, sepc explain)")
+    print("  wdbc.safetensors            frozen model of step 2 (SEPC.load, sepc paper score)")
     print("  digits.head.safetensors     calibrated trust head of step 5 (TrustHead.load)")
     print("  moons.png                   step 6: two moons, and the ellipses that cover them")
     print("  moons-decisions.png         step 6: the plane, coloured by label and trust")
@@ -112,7 +114,8 @@ def _score(sepc: SEPC, split: Split) -> None:
     _title(f"3. Score: label the {len(split.held_out)} held-out records, and compute the trust in each label")
     truth = label_codes(split.held_out_labels.tolist(), sepc.classes)
     out = sepc(sepc.as_tensor(split.held_out))
-    found = summary(out, truth, _THRESHOLD)
+    found = RuleTally(sepc.classes, _THRESHOLD)
+    found.add_prediction(out, split.held_out_labels.tolist())
     print(found)
     print(
         "\nThe rule that gave the label depends on where the record lies. SINGLE: inside one ellipsoid."
@@ -120,9 +123,9 @@ def _score(sepc: SEPC, split: Split) -> None:
         "\nOUTSIDE: inside none, the nearest ellipsoid decides."
     )
     print(
-        f"\nIf every label is accepted, {found.everything.accuracy:.1%} are right. Trust explains a label by the "
+        f"\nIf every label is accepted, {found.share().accuracy:.1%} are right. Trust explains a label by the "
         "training records around it; it promises no error rate.\nWith 30 features and only "
-        f"{len(split.fit)} training records the ellipsoids are tight: {found.rules['OUTSIDE'].share:.1%} of the new "
+        f"{len(split.fit)} training records the ellipsoids are tight: {found.share('OUTSIDE').share:.1%} of the new "
         "records lie outside."
     )
     fit, held, fit_labels, held_labels = train_test_split(
@@ -200,13 +203,16 @@ def _accept(folder: Path) -> Decided:
 
 def _report(decided: Decided, folder: Path) -> None:
     _title("7. Report: one page about the decisions of step 5, to hand to a colleague")
-    page = decided.head.report(
+    page = write_report(
+        decided.head,
         decided.embeddings,
         decided.digits,
         decided.logits,
         folder / "report.html",
         images=decided.pixels.reshape(-1, 8, 8),
         ids=[f"image {i}" for i in decided.numbers],
+        model="digits.head.safetensors",
+        data="digits of step 5",
     )
     size = page.stat().st_size
     print(f"Open {printable(page)} in a browser: one file of {size // 1000} kB, with the unknown digits 8 and 9.")
@@ -237,4 +243,4 @@ def _title(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("demo"))
+    typer.run(main)

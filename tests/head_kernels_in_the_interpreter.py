@@ -14,9 +14,11 @@ from odd_classes import hard_points, odd_classes
 from triton.runtime import interpreter
 
 from sepc_torch import TrustHead
-from sepc_torch.head import assess
-from sepc_torch.head.densities import RegionDensities, fit_densities
-from sepc_torch.head.evidence import log_odds
+from sepc_torch.head.calibration import assess
+from sepc_torch.head.evidence.densities import RegionDensities, fit_densities
+from sepc_torch.head.evidence.evidence import log_odds
+from sepc_torch.head.evidence.neighbours import as_half
+from sepc_torch.head.evidence.shared_gaussian import SharedGaussian
 from sepc_torch.head.kernels import mixtures
 from sepc_torch.head.kernels.assess import assess_on_cuda
 from sepc_torch.head.kernels.coordinates import project
@@ -33,9 +35,7 @@ from sepc_torch.head.kernels.tables import (
     linear_tables,
     search_tables,
 )
-from sepc_torch.head.neighbours import as_half
-from sepc_torch.head.projection import fit_projection
-from sepc_torch.head.shared_gaussian import SharedGaussian
+from sepc_torch.head.reading.projection import fit_projection
 from sepc_torch.model.kernels import split
 from sepc_torch.model.kernels.rounded_ellipsoids import rounded
 from sepc_torch.model.kernels.tables import upper_triangular
@@ -261,8 +261,8 @@ def check_assess(rng: Rng) -> None:
         invalid = torch.tensor([False] * 6 + [True])
         for labels, given in ((head.calibration.network, [logits.float()]), (head.calibration.own, [])):
             for least in (torch.tensor(0.3).double(), torch.linspace(0.0, 1.0, 7).double()):
-                near, white, mahalanobis = ([] if part is None else [part] for part in measured[1:-1])
-                rows = near, white, mahalanobis, given, label, invalid, least
+                near, white = ([] if part is None else [part] for part in (measured.near, measured.white))
+                rows = near, white, measured.mahalanobis, given, label, invalid, least
                 assert labels.plain is not None
                 expected, accepted = assess.assess_plainly(measured.density, *rows, labels.plain.tensors())
                 columns, accept = assess_on_cuda(measured.density, *rows, labels.tables())
@@ -277,6 +277,7 @@ def check_labels(rng: Rng) -> None:
         logits = torch.from_numpy(rng.normal(size=(classes, 40))).to(dtype).T
         logits[:20] = odd.to(dtype)[torch.from_numpy(rng.integers(4, size=(20, classes)))]
         logits[20], logits[21], logits[22, -1] = -torch.inf, torch.inf, torch.inf
+        logits[23], logits[24:30, -1], logits[30:34] = 0.0, logits[24:30].amax(dim=1), logits[30:34].round()
         label, missing = largest_logits(logits)
         assert torch.equal(missing, rows_without_prediction(logits))
         assert torch.equal(label[~missing], logits.argmax(dim=1)[~missing])

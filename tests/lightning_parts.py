@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,18 @@ def loader(data: Any, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, **{"batch_size": 16, "shuffle": shuffle, **options})
 
 
+@contextmanager
+def messages(caplog: Any) -> Iterator[None]:
+    """Collect the messages of Lightning's logger, which need not reach the root logger."""
+    logger = logging.getLogger("lightning.pytorch")
+    before, logger.propagate = logger.propagate, True
+    try:
+        with caplog.at_level("INFO", logger.name):
+            yield
+    finally:
+        logger.propagate = before
+
+
 def quiet_trainer(*callbacks: Callback, folder: Path | str = ".", **options: Any) -> L.Trainer:
     """A Trainer on the CPU without logger, checkpoints, progress bar or summary, unless ``options`` enable them."""
     defaults: dict[str, Any] = {
@@ -84,7 +99,7 @@ def quiet_trainer(*callbacks: Callback, folder: Path | str = ".", **options: Any
 
 def monitor(**options: Any) -> TrustMonitor:
     """A monitor of the small network. Without a limit of the cost, refits do not depend on the speed of the machine."""
-    return TrustMonitor("backbone", **{"fit": FIT, "max_cost": None, **options})
+    return TrustMonitor(**{"embed": "backbone", "fit": FIT, "max_cost": None, **options})
 
 
 def fitted(folder: Path, trainer: dict[str, Any] | None = None, **options: Any) -> tuple[TrustMonitor, Net, L.Trainer]:

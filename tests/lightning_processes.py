@@ -76,7 +76,7 @@ def run_ddp(folder: Path) -> None:
         found["on_flag"] = str(error)
     watch = TrustMonitor("backbone", fit=fail)
     quiet_trainer(watch, max_epochs=1, **options).fit(Net(), loader(blobs(93)), loader(blobs(31, 1)))
-    found["refit failures"] = watch._head_state.failures
+    found["refit failures"] = watch._failures
     rank = os.environ.get("LOCAL_RANK", "0")
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lone_modules import lone_module
+
+from experiments.speed.lone_modules import lone_module
 
 
 def peer(name: str) -> Any:

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from sepc_torch import HeadPrediction, TrustHead
+from sepc_torch import HeadPrediction, TrustHead, write_report
 from sepc_torch.shapes import Array
 
 CLASSES = ("ant", "bee", "cat")
@@ -39,7 +39,7 @@ def reported_head(dim: int = 3) -> Reported:
         return z, np.array(CLASSES)[codes], logits
 
     train, labels, _ = draw(240)
-    head = TrustHead.fit(train, labels, dim=dim, normalize="standardize")
+    head = TrustHead.fit(train, labels, dim=dim, normalize="standardize", classes=CLASSES)
     head.calibrate(*draw(400))
     head.accept_at(risk=0.1)
     z, y, logits = draw(300)
@@ -73,7 +73,7 @@ def _random_predictions(n: int, head: TrustHead) -> HeadPrediction:
         confidence=share(),
         p_value=share(),
         class_p_value=share(),
-        strangeness=share(),
+        nonconformity=share(),
         joint=joint,
         accept=joint > 0.4,
     )
@@ -86,4 +86,4 @@ def report_of_a_million(reported: Reported, path: Path) -> Path:
     y = np.array([*CLASSES, "dog"])[np.random.default_rng(1).integers(4, size=MILLION)]
     logits = np.broadcast_to(reported.logits[:1], (MILLION, 3))
     with mock.patch.object(TrustHead, "judge", return_value=_random_predictions(MILLION, head)):
-        return head.report(z, y, logits, path)
+        return write_report(head, z, y, logits, path)

@@ -100,6 +100,8 @@ class TestLabelPool:
             (lambda p: p.label({4, 5}), "ids must be a list of integers.*got a set"),
             (lambda p: p.label(i for i in (4, 5)), "ids must be a list of integers.*got a generator"),
             (lambda p: p.label(["4"]), "ids must be a list of integers.*starts with '4'"),
+            (lambda p: p.label([4, 5], y=[0, -1]), "y must hold labels from 0; got -1"),
+            (lambda p: p.answer({4: -5}), "The answers must hold labels from 0; got -5"),
             (lambda p: p.label([4], y=["a"]), "y must be a list of integers.*starts with 'a'"),
             (lambda p: p.answer({0: 1, 2: 1}), "id 0 was 0 and is now 1"),
             (lambda p: p.load_state_dict({}), "lacks round, answered"),
@@ -316,6 +318,16 @@ class TestAnnotationFiles:
         with pytest.raises(ValueError, match="answers id 12 with 2 choices, cat, dog; expected one"):
             read_answers(tmp_path / "a.json", ["cat", "dog"])
 
+    def test_annotators_of_label_studio_must_agree(self, tmp_path: Path) -> None:
+        def task(*choices: str) -> dict[str, Any]:
+            return {"data": {"id": 12}, "annotations": [{"result": [{"value": {"choices": [c]}}]} for c in choices]}
+
+        (tmp_path / "a.json").write_text(json.dumps([task("dog", "dog")]))
+        assert read_answers(tmp_path / "a.json", ["cat", "dog"]) == {12: 1}
+        (tmp_path / "a.json").write_text(json.dumps([task("dog", "cat")]))
+        with pytest.raises(ValueError, match="answers id 12 with dog, cat in different annotations"):
+            read_answers(tmp_path / "a.json", ["cat", "dog"])
+
     @pytest.mark.parametrize("kind", ["csv", "jsonl", "json"])
     def test_class_names_that_look_like_formulas(self, tmp_path: Path, kind: str) -> None:
         """The annotator copies the model's label; a spreadsheet finds no formula in the CSV file."""
@@ -354,6 +366,9 @@ class TestAnnotationFiles:
             ("a.csv", "id,answer\n3,dog\n", None, "pass classes="),
             ("a.csv", "id,answer\n3,bird\n", ["cat", "dog"], "expected one of cat, dog"),
             ("a.csv", "id,answer\n3,1\n3,2\n", None, "answers id 3 twice"),
+            ("a.csv", "id,note,answer\n5,sizes 3,4,1\n", None, "line 2: the row has 4 fields, expected 3. Put text"),
+            ("a.csv", "id,note,answer\n\n5,1\n", None, "line 3: the row has 2 fields, expected 3"),
+            ("a.csv", "id,answer\n3,x\n", ["x", "y", "x"], "the name 'x' more than once"),
             ("a.jsonl", "{", None, "not valid JSON"),
             pytest.param("a.json", "[" * 100_000, None, "not valid JSON", id="nested"),
             pytest.param("a.jsonl", "[" * 100_000, None, "not valid JSON", id="nested line"),
@@ -448,8 +463,10 @@ class TestConfirmedMistakes:
         scores.head = TrustHead.fit(x, np.repeat([0, 1], 60), dim=2, normalize=None, max_impure=2, progress=False)
         middle = torch.from_numpy(x[:60].mean(axis=0)).float().repeat(4, 1)
         scores.rows = {"id": torch.arange(4), "emb": middle, "label": torch.zeros(4, dtype=torch.int64)}
+        scores.label_pool = LabelPool([{"y": 1}] * 4, labelled=range(4))
         with pytest.warns(UserWarning, match=r"label_of=.*not checked for confirmed mistakes"):
-            assert scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4))) == ()
-        assert scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4))) == (), "a second warning is an error here"
-        (found,) = scores.disjuncts(LabelPool([{"y": 1}] * 4, labelled=range(4), label_of=lambda sample: sample["y"]))
+            assert scores.disjuncts() == ()
+        assert scores.disjuncts() == (), "a second warning is an error here"
+        scores.label_pool = LabelPool([{"y": 1}] * 4, labelled=range(4), label_of=lambda sample: sample["y"])
+        (found,) = scores.disjuncts()
         assert (found.predicted, found.true, found.rows.tolist()) == (0, (1,), [0, 1, 2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,10 @@ import pytest
 import scipy.sparse
 import torch
 
-from sepc_torch import landscape, partition
+from sepc_torch import TrustHead, landscape, partition
 from sepc_torch.data import arrays
 from sepc_torch.data.arrays import numeric_points
-from sepc_torch.data.labels import training_set
+from sepc_torch.data.labels import ordered_classes, training_set
 from sepc_torch.data.options import check_choice
 from sepc_torch.partitioning.algorithm import Separator
 
@@ -61,7 +62,7 @@ BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "three dimensions": (lambda: X[None], ValueError, r"shape \(points, features\), got shape \(1, 6, 2\)"),
     "no rows": (lambda: X[:0], ValueError, r"non-empty.*\(0, 2\)"),
     "no features": (lambda: X[:, :0], ValueError, r"non-empty.*\(6, 0\)"),
-    "too few rows": (lambda: X[:5], ValueError, "5 rows and y has 6 labels"),
+    "too few rows": (lambda: X[:5], ValueError, "5 rows and 6 labels"),
     "text column": (
         lambda: pd.DataFrame({"a": range(6), "town": list("abcdef")}),
         TypeError,
@@ -86,7 +87,10 @@ BAD_POINTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sparse matrix": (lambda: scipy.sparse.csr_matrix(X), TypeError, r"sparse.*toarray\(\).*TruncatedSVD"),
     "sparse array": (lambda: scipy.sparse.coo_array(X), TypeError, r"sparse.*toarray\(\)"),
     "sparse tensor": (lambda: torch.from_numpy(X).to_sparse(), TypeError, r"(?i)sparse.*dense"),
-    "ragged rows": (lambda: [[1.0, 2.0], [3.0]] * 3, ValueError, r"shape"),
+    "ragged rows": (lambda: [[1.0, 2.0], [3.0]] * 3, ValueError, "X has rows of different lengths"),
+    "meta tensor": (lambda: torch.from_numpy(X).to("meta"), TypeError, "on the meta device, which holds no numbers"),
+    "generator": (lambda: (row for row in X), TypeError, "X must be an array, .* or a list of rows, got generator"),
+    "None": (lambda: None, TypeError, "list of rows, got NoneType"),
     "too many features": (
         lambda: np.arange(60.0).reshape(6, 10) ** 2,
         ValueError,
@@ -105,7 +109,7 @@ def test_invalid_points_are_refused(case: str) -> None:
 
 BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
     "one class": (["a"] * 6, ValueError, "single class 'a'; a partition separates at least two classes"),
-    "too few": (Y[:5], ValueError, "6 rows and y has 5 labels"),
+    "too few": (Y[:5], ValueError, "6 rows and 5 labels"),
     "none": ([], ValueError, "y is empty"),
     "a scalar": (1, ValueError, r"one-dimensional.*shape \(\)"),
     "one-hot": (np.eye(2)[[0, 0, 0, 1, 1, 1]], ValueError, r"one-dimensional.*shape \(6, 2\)"),
@@ -120,6 +124,9 @@ BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "mixes labels of the types int, str",
     ),
+    "long text": ([*Y[:5], "z" * 251], ValueError, "a label of 251 characters, 'zzzzzzzzzzzzzzzzzzzz'.*at most 250"),
+    "long text as objects": (pd.Series([*Y[:5], "z" * 251]), ValueError, "a label of 251 characters"),
+    "NUL at the end": ([*Y[:3], "a\0", "a\0", "a\0"], ValueError, "ends in NUL; rename it"),
     "dates": (np.array(["2024-01-01", "2024-01-02"] * 3, dtype="M8[D]"), TypeError, "numbers, strings or booleans"),
     "bytes": (np.array([b"a", b"b"] * 3), TypeError, "numbers, strings or booleans"),
 }
@@ -137,17 +144,37 @@ def test_invalid_labels_are_refused(case: str) -> None:
     [
         (
             ["a", "b", "c"],
-            r"classes names \['c'\], but y holds no points with these labels; name only labels of y: \['a', 'b'\]",
+            r"classes names \['c'\], but no row has these labels; name only labels that occur: \['a', 'b'\]",
         ),
-        (["a"], r"y holds the labels \['b'\], which classes=\['a'\] does not name"),
+        (["a"], r"The labels \['b'\] occur, which classes=\['a'\] does not name"),
         (["a", "b", "a"], r"classes names a label twice: .* Name each label once"),
-        ([0, 1], r"classes names \[0, 1\], but y holds no points with these labels"),
+        ([0, 1], r"classes names \[0, 1\], but no row has these labels"),
         ([], "classes is empty"),
     ],
 )
 def test_classes_that_do_not_match_the_labels_are_refused(classes: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(X, Y, classes=classes)
+
+
+def test_many_classes_are_ordered_in_linear_time() -> None:
+    """A search through a list for every one of 10^5 labels would take minutes."""
+    labels = np.arange(10**5)
+    start = time.process_time()
+    classes, codes = ordered_classes(labels, labels[::-1])
+    assert time.process_time() - start < 1.0
+    assert (classes == labels[::-1]).all()
+    assert (codes == labels[::-1]).all()
+
+
+def test_text_of_numpy_and_of_python_mix() -> None:
+    assert training_set(X, [*Y[:3], *map(np.str_, Y[3:])]).codes.tolist() == training_set(X, Y).codes.tolist()
+
+
+@pytest.mark.parametrize("fit", [partition, TrustHead.fit])
+def test_zero_processes_are_refused(fit: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="n_jobs must not be 0: pass a number of processes, -1 for one per processor"):
+        fit(X, Y, n_jobs=0)
 
 
 def test_valid_input_starts_the_computation() -> None:

@@ -124,6 +124,7 @@ def test_exports_with_any_batch_size(rng: Rng) -> None:
         assert torch.equal(program.module()(z[:rows]), bank(z[:rows]))
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck(rng: Rng) -> None:
     bank, _ = draw(rng, 6, 5)
     z = points(rng, 9, 5).requires_grad_()
@@ -156,6 +157,7 @@ def test_refuses_invalid_input(rng: Rng) -> None:
         EllipsoidBank(torch.zeros(3, 2), torch.zeros(3, 2, 3))
 
 
+@pytest.mark.slow
 def test_precision_set_per_backend_is_restored() -> None:
     """In a separate process: afterwards torch.get_float32_matmul_precision raises for the rest of the process."""
     script = """

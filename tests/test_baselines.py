@@ -14,25 +14,34 @@ from sklearn.neighbors import KDTree
 from torch import Tensor
 from torch.distributions import Categorical, MultivariateNormal
 
-from sepc_torch.metrics import baselines
+from sepc_torch.metrics import aurc, baselines
 from sepc_torch.metrics.baselines import (
+    DICE,
     FDBD,
+    NCI,
+    SHE,
     SIRC,
     Gaussians,
+    KLMatching,
     Mahalanobis,
+    MaxLogitPNorm,
     NearestNeighbours,
     NNGuide,
     OneEllipsoid,
+    ReAct,
     RelativeMahalanobis,
     TrustScore,
     ViM,
+    ash,
     baseline_scores,
     energy,
     entropy,
     fit_temperature,
     gen,
+    margin,
     max_logit,
     max_softmax,
+    scale,
 )
 
 Rng = np.random.Generator
@@ -52,6 +61,18 @@ class Data(NamedTuple):
     def logits(self) -> Tensor:
         """Logits of the rows to score."""
         return self.test @ self.weight.T + self.bias
+
+    @property
+    def train_logits(self) -> Tensor:
+        """Logits of the training rows."""
+        return self.z @ self.weight.T + self.bias
+
+    @property
+    def layer(self) -> torch.nn.Linear:
+        """The linear classifier as a module, in the default dtype."""
+        layer = torch.nn.Linear(DIM, CLASSES)
+        layer.load_state_dict({"weight": self.weight, "bias": self.bias})
+        return layer
 
     @property
     def predicted(self) -> Tensor:
@@ -312,7 +333,11 @@ def test_baseline_scores_returns_every_score(data: Data) -> None:
     full = baseline_scores(
         data.z, data.y, data.test, data.logits, logits, (logits, data.y), classifier=(data.weight, data.bias)
     )
-    assert full.keys() - plain.keys() == {"vim", "scaled_softmax", "nnguide", "fdbd"}
+    assert full.keys() - plain.keys() == {
+        *("scaled_softmax", "kl_matching", "max_logit_p_norm"),
+        *("vim", "nnguide", "she"),
+        *("react", "ash", "scale", "dice", "nci", "fdbd", "geometric_margin"),
+    }
     for name, values in full.items():
         assert values.shape == (len(data.test),), name
         assert values.dtype == torch.float64, name
@@ -455,3 +480,162 @@ def test_scores_of_embeddings_and_logits_by_the_formulas(data: Data) -> None:
     close(NNGuide.fit(data.z, torch.from_numpy(train_logits)).score(data.test, data.logits), torch.tensor(guide))
     close(FDBD.fit(data.z, data.weight).score(data.test, data.logits), torch.tensor(boundary))
     close(SIRC.fit(data.z).score(data.test, data.logits), -torch.tensor(sirc).neg().log())
+
+
+ON_LAYER: dict[str, Callable[[Data], Tensor]] = {
+    "react": lambda d: ReAct.fit(d.z, d.weight, d.bias).score(d.test),
+    "ash": lambda d: ash(d.test, d.weight, d.bias),
+    "scale": lambda d: scale(d.test, d.weight, d.bias),
+    "dice": lambda d: DICE.fit(d.z, d.weight, d.bias).score(d.test),
+    "nci": lambda d: NCI.fit(d.z, d.weight).score(d.test, d.logits),
+    "she": lambda d: SHE.fit(d.z, d.y, d.train_logits).score(d.test, d.logits),
+    "fdbd": lambda d: FDBD.fit(d.z, d.weight).score(d.test, d.logits),
+    "geometric_margin": lambda d: margin(d.logits, classifier=(d.weight, d.bias)),
+}
+on_layer = pytest.mark.parametrize("score", ON_LAYER.values(), ids=ON_LAYER)
+
+
+@on_layer
+def test_scores_of_the_last_layer_do_not_depend_on_the_order_of_classes_and_features(
+    score: Callable[[Data], Tensor], data: Data, rng: Rng
+) -> None:
+    names, places = torch.tensor([2, 0, 1]), torch.from_numpy(rng.permutation(DIM))
+    back = names.argsort()
+    turned = Data(data.z[:, places], names[data.y], data.test[:, places], data.weight[back][:, places], data.bias[back])
+    close(score(turned), score(data))
+
+
+@on_layer
+def test_scores_of_the_last_layer_are_finite_on_degenerate_rows(score: Callable[[Data], Tensor], data: Data) -> None:
+    """A row of zeros, the mean of the training rows, a row without a positive entry, and a layer of zeros."""
+    rows = torch.stack([torch.zeros(DIM, dtype=torch.float64), data.z.mean(dim=0), -data.test[0].abs()])
+    assert score(data._replace(test=rows)).isfinite().all()
+    assert score(data._replace(test=rows, weight=0.0 * data.weight, bias=0.0 * data.bias)).isfinite().all()
+
+
+def test_shaping_without_pruning_or_clipping_is_the_energy(data: Data) -> None:
+    layer = data.weight, data.bias
+    close(ReAct(math.inf, *layer).score(data.test), energy(data.logits))
+    points = data.test.abs()
+    for shaped in (ash, scale):  # both sums are equal
+        close(shaped(points, *layer, pruned=0.0), energy(math.e * points @ data.weight.T + data.bias))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.65, 0.9])
+def test_quantiles_of_react_and_dice(share: float, data: Data) -> None:
+    assert ReAct.fit(data.z, data.weight, data.bias, quantile=share).limit == pytest.approx(np.quantile(data.z, share))
+    kept = int((DICE.fit(data.z, data.weight, data.bias, sparsity=share).weight != 0).sum())
+    assert kept == CLASSES * DIM - 1 - int(share * (CLASSES * DIM - 1))
+
+
+def test_margins_by_the_formulas(data: Data) -> None:
+    ordered = data.logits.sort(dim=1).values
+    close(margin(data.logits), ordered[:, -1] - ordered[:, -2])
+    distances = data.logits / torch.sqrt(data.weight.square().sum(dim=1) + data.bias.square())
+    ordered = distances.sort(dim=1).values
+    close(margin(data.logits, classifier=(data.weight, data.bias)), ordered[:, -1] - ordered[:, -2])
+    scaled = torch.tensor([2.0, 5.0, 0.1]).unsqueeze(1)  # the geometric margin depends on the hyperplanes alone
+    layer = scaled * data.weight, scaled.squeeze(1) * data.bias
+    close(
+        margin(data.test @ layer[0].T + layer[1], classifier=layer),
+        margin(data.logits, classifier=(data.weight, data.bias)),
+    )
+
+
+def test_p_norm_by_the_formula_and_its_choice(rng: Rng) -> None:
+    logits = torch.from_numpy(rng.normal(size=(400, 5)) * 3.0)
+    labels = drawn(logits, rng)
+    right = logits.argmax(dim=1) == labels
+    values = []
+    for p in range(10):
+        centred = logits.numpy() - logits.numpy().mean(axis=1, keepdims=True)
+        norm = np.linalg.norm(centred, ord=p, axis=1) if p else np.full(len(centred), 5.0)
+        close(MaxLogitPNorm(p).score(logits), torch.from_numpy(centred.max(axis=1) / norm))
+        values.append(float(aurc(MaxLogitPNorm(p).score(logits), right)))
+    found = MaxLogitPNorm.fit(logits, labels)
+    best = float(aurc(found.score(logits), right))
+    assert best == min([*values, float(aurc(max_softmax(logits), right))])
+    assert float(MaxLogitPNorm(3).score(torch.zeros(1, 5))) == 0.0
+    close(MaxLogitPNorm(None).score(logits), max_softmax(logits))
+    # Logits whose length says nothing about mistakes: a norm repairs what softmax loses.
+    lengths = torch.from_numpy(rng.exponential(size=(400, 1)) + 0.05)
+    repaired = MaxLogitPNorm.fit(lengths * logits, labels)
+    assert repaired.p is not None
+    assert aurc(repaired.score(lengths * logits), right) < aurc(max_softmax(lengths * logits), right)
+
+
+def test_she_uses_the_correctly_labelled_rows(data: Data) -> None:
+    logits = torch.nn.functional.one_hot(data.y, CLASSES).double()
+    logits[:100] = logits[:100].roll(1, dims=1)  # wrong
+    patterns = SHE.fit(data.z, data.y, logits).patterns
+    for c in range(CLASSES):
+        close(patterns[c], data.z[100:][data.y[100:] == c].mean(dim=0))
+    never = SHE.fit(data.z, data.y, logits.roll(1, dims=1)[:, :1] - torch.eye(CLASSES)[data.y]).patterns
+    close(never, torch.stack([data.z[data.y == c].mean(dim=0) for c in range(CLASSES)]))
+
+
+def test_kl_matching_by_the_formula(rng: Rng) -> None:
+    held_out, logits = (torch.from_numpy(rng.normal(size=(n, 4)) * 2.0) for n in (60, 30))
+    held_out[:, 3] = -9.0  # never predicted
+    p, q = held_out.softmax(dim=1), logits.softmax(dim=1)
+    typical = [p[p.argmax(dim=1) == k].mean(dim=0) for k in range(3)]
+    divergence = torch.stack([(q * (q / d).log()).sum(dim=1) for d in typical], dim=1)
+    found = KLMatching.fit(held_out)
+    assert len(found.log_typical) == 3
+    close(found.score(logits), -divergence.amin(dim=1))
+    sure = 2000.0 * torch.eye(4, dtype=torch.float64)  # e^-2000 is zero in float64
+    assert KLMatching.fit(sure).score(torch.cat([sure, -sure])).isfinite().all()
+    close(KLMatching.fit(sure).score(sure), torch.zeros(4))
+
+
+def test_shares_outside_the_range_are_refused(data: Data) -> None:
+    for call in (
+        lambda: ReAct.fit(data.z, data.weight, data.bias, quantile=90.0),
+        lambda: DICE.fit(data.z, data.weight, data.bias, sparsity=1.0),
+        lambda: ash(data.test, data.weight, data.bias, pruned=-0.1),
+        lambda: scale(data.test, data.weight, data.bias, pruned=65.0),
+    ):
+        with pytest.raises(ValueError, match="must be at least 0 and below 1"):
+            call()
+
+
+@pytest.mark.usefixtures("in_double")
+def test_peers_scores_of_the_last_layer(data: Data) -> None:
+    """pytorch-ood computes NCI in float32, hence the tolerance, and reads activations as feature maps."""
+    layer, maps = data.layer, data.test.abs().unsqueeze(2).unsqueeze(3)
+    head = torch.nn.Sequential(torch.nn.Flatten(), layer)
+    points, used = data.test.abs(), (data.weight, data.bias)
+    theirs = peer("pytorch_ood.detector.react").ReAct(None, head, percentile=0.9)
+    theirs.fit_feature_maps(data.z, data.y)
+    close(ReAct.fit(data.z, *used).score(points), -theirs.predict_feature_maps(maps))
+    for pruned in (0.0, 0.4, 0.65, 0.8):  # with 0.9, pytorch-ood keeps none of five entries
+        theirs = peer("pytorch_ood.detector.ash").ASH(None, head, "ash-s", pruned).predict_feature_maps(maps)
+        close(ash(points, *used, pruned=pruned), -theirs)
+        theirs = peer("pytorch_ood.detector.scale").SCALE(None, head, pruned).predict_feature_maps(maps)
+        close(scale(points, *used, pruned=pruned), -theirs)
+    for alpha in (1e-4, 0.1):
+        theirs = peer("pytorch_ood.detector.nci").NCI(None, layer.float(), alpha).fit_features(data.z)
+        ours = NCI.fit(data.z, data.weight, alpha=alpha).score(data.test, data.logits)
+        close(ours, -theirs.predict_features(data.test), rtol=1e-3, atol=1e-3)
+    # SHE needs right predictions of every class: the logit of each class is a feature, and half of the labels are its.
+    data = data._replace(weight=torch.eye(CLASSES, DIM).double(), bias=torch.zeros(CLASSES).double())
+    centred = data._replace(z=data.z - data.z.mean(dim=0))
+    y = torch.where(torch.arange(len(data.y)) % 2 == 0, centred.train_logits.argmax(dim=1), data.y)
+    theirs = peer("pytorch_ood.detector.she").SHE(None, centred.layer).fit_features(centred.z, y)
+    ours = SHE.fit(centred.z, y, centred.train_logits).score(data.test, data.logits)
+    close(ours, -theirs.predict_features(data.test))
+
+
+def test_peers_dice(data: Data) -> None:
+    """pytorch-ood computes DICE in float32, hence the tolerance."""
+    used = data.weight, data.bias
+    theirs = peer("pytorch_ood.detector.dice").DICE(None, data.weight.float(), data.bias.float(), 0.6)
+    theirs.fit_features(data.z.float(), data.y)
+    ours = DICE.fit(data.z, *used, sparsity=0.6).score(data.test)
+    close(ours, -theirs.predict_features(data.test.float()).double(), rtol=1e-3, atol=1e-3)
+
+
+def test_peers_kl_matching(rng: Rng) -> None:
+    held_out, logits = (torch.from_numpy(rng.normal(size=(n, 6)) * 2.0) for n in (200, 50))
+    theirs = peer("pytorch_ood.detector.klmatching").KLMatching(None).fit_logits(held_out)
+    close(KLMatching.fit(held_out).score(logits), -theirs.predict_logits(logits))

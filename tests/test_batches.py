@@ -14,7 +14,7 @@ from sepc_torch import HeadPrediction, TrustHead
 
 Rng = np.random.Generator
 # What decides, and what is promised. Distances and margins of the classifier may differ in their last digit.
-SAME = ("label", "trust", "rule", "confidence", "p_value", "class_p_value", "strangeness", "joint", "accept")
+SAME = ("label", "trust", "rule", "confidence", "p_value", "class_p_value", "nonconformity", "joint", "accept")
 
 
 class Calibrated:
@@ -48,6 +48,7 @@ def case() -> Calibrated:
     return Calibrated()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 31, 64, 100, 333, 1000])
 def test_every_batch_size(case: Calibrated, size: int) -> None:
     case.check(case.head, case.z, size, rows=max(150, size))

@@ -11,11 +11,12 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
-from sepc_torch.head.assess import joint_score
-from sepc_torch.head.calibration import Calibration
-from sepc_torch.head.confidence import Confidence, fit_logistic
-from sepc_torch.head.evidence import EvidenceValues
-from sepc_torch.head.label_calibration import LabelCalibration
+from sepc_torch.head.calibration.assess import joint_score
+from sepc_torch.head.calibration.calibration import Calibration
+from sepc_torch.head.calibration.confidence import Confidence, fit_logistic
+from sepc_torch.head.calibration.label_calibration import ODDS_PRICE, UNKNOWN_ODDS, LabelCalibration, affordable_odds
+from sepc_torch.head.evidence.evidence import EvidenceValues
+from sepc_torch.head.promises.conformal import share_above
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -158,21 +159,62 @@ def test_the_joint_score_increases_in_confidence_and_typicality(rng: Rng) -> Non
     assert joint_score(torch.ones(1), torch.tensor([-1e38]), odds).tolist() == [0.0]
 
 
+def accepted_share(score: Tensor, wrong: Tensor, risk: float) -> float:
+    """The share of points that the lowest threshold with at most this error accepts."""
+    error = wrong[score.argsort(descending=True)].double().cumsum(0) / torch.arange(1, len(score) + 1)
+    return float((error <= risk).nonzero().amax() + 1) / len(score)
+
+
+@pytest.mark.parametrize("points", [400, 1000])
+def test_joint_almost_keeps_the_order_of_confidence(rng: Rng, points: int) -> None:
+    """Nonconformity that says nothing about mistakes: at half of the error, joint accepts almost as many points.
+
+    The choice sees the confidence of the points, so its price on new points varies only with the fits.
+    """
+    losses: list[float] = []
+    fixed: list[float] = []
+    for _ in range(5):
+        x = torch.from_numpy(rng.normal(size=(points + 20_000, 1)))
+        right = torch.from_numpy(rng.random(len(x))) < torch.sigmoid(2.0 + 1.5 * x[:, 0])
+        values = EvidenceValues(x, torch.from_numpy(rng.exponential(size=(len(x), 3))))
+        codes = torch.zeros(points, dtype=torch.int64)
+        fitted, held = torch.arange(points).split(points // 2)
+        new = slice(points, None)
+        for odds, found in ((None, losses), (UNKNOWN_ODDS, fixed)):
+            labels = LabelCalibration(["regions"], 3)
+            calibrated = EvidenceValues(*(part[:points] for part in values))
+            labels.fit(calibrated, right[:points], codes, x[:points], fitted, held, codes, codes, unknown_odds=odds)
+            confidence, typicality = labels.ranking(x[new]), labels.combined_score(values.nonconformity[new])[1]
+            risk = float((~right[new]).double().mean()) / 2
+            joint = labels.joint(x[new], typicality)
+            found.append(accepted_share(confidence, ~right[new], risk) - accepted_share(joint, ~right[new], risk))
+    assert np.mean(losses) < 2 * ODDS_PRICE
+    assert np.mean(fixed) > 0.03, "the largest odds would cost more"
+
+
+def test_odds_that_cost_nothing_are_the_largest(rng: Rng) -> None:
+    """Where the typicality has the order of the confidence; and the price is found for few and equal points too."""
+    confidence = torch.from_numpy(rng.random(500)).sort().values
+    assert affordable_odds(confidence, torch.linspace(-9.0, 0.0, 500).double()) == UNKNOWN_ODDS
+    for same in (0.0, 0.7, 1.0):
+        assert affordable_odds(torch.full((5,), same).double(), -torch.arange(5.0).double()) == UNKNOWN_ODDS
+
+
 def test_a_threshold_lies_between_scores(rng: Rng) -> None:
     """Halfway in log odds between two groups of equal scores, so that rounding errors do not decide."""
     for dtype in (torch.float32, torch.float64):
         labels = LabelCalibration(["regions"], 1)
-        labels.held_joint = torch.from_numpy(rng.random(999)).to(dtype)
-        labels.held_right = torch.ones(999, dtype=torch.bool)
+        labels.ranked_joint = torch.from_numpy(rng.random(999)).to(dtype)
+        labels.ranked_right = torch.ones(999, dtype=torch.bool)
         for request in ((None, 0.05, 0.1), (0.05, 0.1, None)):
             found = labels.accept(*request)
             assert found.found
-            assert float((labels.held_joint >= labels.threshold).double().mean()) == found.coverage
-            assert found.threshold not in labels.held_joint
+            assert float((labels.ranked_joint >= labels.threshold).double().mean()) == found.coverage
+            assert found.threshold not in labels.ranked_joint
             assert found.error == 0.0
         labels.accept(None, 0.05, 0.1)
         # Groups of nearly equal scores stay together: at most a few fewer than the promised share are refused.
-        assert 90 <= int((labels.held_joint < labels.threshold).sum()) <= 99
+        assert 90 <= int((labels.ranked_joint < labels.threshold).sum()) <= 99
 
 
 def test_no_point_is_both_fitted_and_ranked(rng: Rng) -> None:
@@ -182,27 +224,52 @@ def test_no_point_is_both_fitted_and_ranked(rng: Rng) -> None:
 
     def fit(support: Tensor, nonconformity: Tensor) -> Calibration:
         model = Calibration(("regions",), 1)
-        model.fit({"own": EvidenceValues(support, nonconformity)}, {"own": right}, codes, 2, 0.4, 3)
+        values, label, region = EvidenceValues(support, nonconformity), {"own": codes}, torch.zeros_like(codes)
+        model.fit({"own": values}, {"own": right}, codes, label, region, {"own": support.new_zeros(60, 2)}, 0.4, 3)
         return model
 
     model = fit(support, nonconformity)
-    assert len(model.own.held_nonconformity) == len(model.own.held_joint) == 24
+    assert len(model.own.ranked_nonconformity) == len(model.own.ranked_joint) == 24
     assert int(model.own.class_counts.sum()) == 24
     held = np.random.default_rng(3).permutation(60)[:24]
-    assert torch.equal(model.own.held_right, right[held])
+    assert torch.equal(model.own.ranked_right, right[held])
     other, larger = support.clone(), nonconformity.clone()
     other[held], larger[held] = 5.0, 9.0
     again = fit(other, larger)
     for name in (
         "ranking.weights",
         "ranking.bias",
-        "strangeness.ordered",
-        "strangeness.combined",
-        "strangeness.weights",
+        "combined_score.ordered",
+        "combined_score.combined",
+        "combined_score.weights",
+        "unknown_odds",
     ):
         assert torch.equal(model.own.state_dict()[name], again.own.state_dict()[name])
-    assert not torch.equal(model.own.held_joint, again.own.held_joint)
+    assert not torch.equal(model.own.ranked_joint, again.own.ranked_joint)
     assert not model.network.done
+
+
+@pytest.mark.slow
+def test_p_values_stay_valid_with_examples_of_unknowns(rng: Rng) -> None:
+    """P(p <= u) <= u for points drawn like the ranked ones, whatever the examples are."""
+    draws, points, new = 30, 60, 100
+    levels = np.array([0.1, 0.3, 0.5])
+    small = np.zeros(3)
+    codes = torch.zeros(points, dtype=torch.int64)
+    fitted, held = torch.arange(points).split(points // 2)
+    for _ in range(draws):
+        nonconformity = torch.from_numpy(rng.normal(size=(points + new, 2)))
+        right = torch.from_numpy(rng.random(points) < 0.8)
+        labels = LabelCalibration(["regions"], 2)
+        values = EvidenceValues(nonconformity[:points, :1], nonconformity[:points])
+        unknowns = torch.from_numpy(rng.normal(size=(10, 2)) * rng.exponential(size=2))
+        labels.fit(values, right, codes, torch.zeros(points, 1).double(), fitted, held, codes, codes, unknowns=unknowns)
+        score = labels.combined_score(nonconformity[points:])[0]
+        p_value = share_above(labels.ranked_nonconformity, score).numpy()
+        small += (p_value[:, None] <= levels + 1e-9).mean(axis=0) / draws
+    # Given the ranked points, the true share has a beta distribution, and the observed one is binomial around it.
+    variance = levels * (1 - levels) * (1 / (points / 2 + 2) + 1 / new) / draws
+    assert (small <= levels + 5.5 * np.sqrt(variance)).all()
 
 
 def test_beta_calibration_keeps_the_order_and_lowers_the_loss(rng: Rng) -> None:

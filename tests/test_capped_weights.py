@@ -65,6 +65,7 @@ def test_a_hull_that_contains_the_origin_has_norm_zero(rng: Rng) -> None:
     assert np.linalg.norm(z @ points) <= 1e-10
 
 
+@pytest.mark.slow
 def test_differences_of_hulls_that_meet_have_norm_zero(rng: Rng) -> None:
     """The length of the result is a rounding error, before and after the crossover."""
     groups = np.repeat(np.eye(2, dtype=bool), 30, axis=0)

@@ -258,6 +258,7 @@ def test_the_size_of_a_ledger_does_not_grow_with_points_or_classes(rng: np.rando
         assert found.step_ids[0].nbytes + found.step_distances[0].astype(np.float32).nbytes <= 16 * 1024
 
 
+@pytest.mark.slow
 def test_memory_while_counting_is_less_than_one_byte_per_point_and_ellipsoid(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

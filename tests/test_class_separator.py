@@ -39,6 +39,7 @@ def inside(part: Partition, x: Array) -> Array:
     return np.stack([np.linalg.norm((x - e.center) @ e.whitener.T, axis=1) <= 1.0001 for e in part.ellipsoids], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_impure", [0, 3])
 @pytest.mark.parametrize(("dim", "classes", "apart"), [(2, 3, 1.0), (4, 8, 0.3), (3, 5, 0.0), (8, 12, 2.0)])
 def test_no_ellipsoid_holds_more_points_of_other_classes(
@@ -63,6 +64,7 @@ def test_equal_points_of_all_classes_are_terminal(rng: Rng) -> None:
     assert {e.kind for e in part.ellipsoids} == {Kind.TERMINAL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [3, 12])
 def test_screening_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     x, y = overlapping(rng, 6000, dim, 5, apart=20.0 / dim)
@@ -122,6 +124,7 @@ def test_balls_meet_every_point_within_their_radius(rng: Rng, dim: int, far: flo
     assert len(OtherPoints(points, codes, 1).near_any(centers[:0], radius)) == 0
 
 
+@pytest.mark.slow
 def test_partitioned_is_the_papers_one_versus_rest(rng: Rng) -> None:
     x, y = overlapping(rng, 150, 2, 3)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
@@ -137,6 +140,7 @@ def test_two_classes_are_separated_as_in_the_paper_either_way(rng: Rng) -> None:
     assert bits(partition(x, y)) == bits(partition(x, y, rest="partitioned"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 4])
 def test_a_limit_of_isolated_points(rng: Rng, classes: int) -> None:
     """Above the limit no point has a ball; a class of isolated points only has one terminal ellipsoid."""
@@ -168,6 +172,7 @@ def test_a_limit_of_isolated_points_for_two_classes(rng: Rng) -> None:
     assert [e.kind for e in part.ellipsoids if e.label == 1] == [Kind.TERMINAL]
 
 
+@pytest.mark.slow
 def test_a_sample_of_each_class(rng: Rng) -> None:
     """Ellipsoids of the sample, counts of all points, whatever the order of the rows."""
     x, y = overlapping(rng, 900, 3, 3, apart=2.0)

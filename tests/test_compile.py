@@ -103,7 +103,7 @@ assert "sepc_torch.judge_distances.default" in called, called
 
 # The operator of CUDA devices.
 CHECKS["operator of CUDA"] = """
-from sepc_torch.head import assess
+from sepc_torch.head.calibration import assess
 scores = rng.normal(size=(240, 3))
 head = TrustHead.fit(x, y, dim=3).calibrate(x, y, scores)
 class Assess(torch.nn.Module):
@@ -111,7 +111,7 @@ class Assess(torch.nn.Module):
         density, near, white, mahalanobis, _ = head.evidence.measure(z)
         label, least = logits.argmax(dim=1), torch.zeros((), dtype=torch.float64)
         valid = torch.zeros_like(label, dtype=torch.bool)
-        rows = density, [near], [white], [mahalanobis], [logits], label, valid, least
+        rows = density, [near], [white], mahalanobis, [logits], label, valid, least
         return assess._assess(*rows, list(head.calibration.network.tables()))
 check(Assess(), z, torch.from_numpy(np.concatenate([scores, scores])).float())
 """

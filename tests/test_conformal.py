@@ -15,8 +15,9 @@ from scipy.stats import binom
 from synchronisation_checks import waiting_is_an_error
 from torch import Tensor
 
-from sepc_torch.head.conformal import (
+from sepc_torch.head.promises.conformal import (
     RiskThreshold,
+    average_threshold,
     binomial_tail,
     check_calibration,
     check_correct,
@@ -57,6 +58,22 @@ STEP = np.array([0.5, 0.0])
 BAD_ON_TOP = np.array([0.4, 0.2, 0.06, 0.0, 0.0, 0.1, 0.1, 0.35])
 
 
+@pytest.mark.parametrize("errors", [USELESS, SWINGING, STEP, BAD_ON_TOP], ids=["useless", "swinging", "step", "top"])
+@pytest.mark.parametrize("points", [12, 60])
+def test_the_average_risk_is_kept(rng: Rng, errors: np.ndarray, points: int) -> None:
+    """The share of new points that are accepted and wrong, divided by the accepted share, is at most the risk."""
+    risk, draws, found = 0.15, 400, []
+    for _ in range(draws):
+        level = rng.integers(0, len(errors), points)
+        score, right = torch.from_numpy(level).double(), torch.from_numpy(rng.random(points) >= errors[level])
+        threshold = average_threshold(score, right, risk)
+        accepted = (int((score >= threshold).sum()) + 1) / (points + 1)
+        found.append(float(np.where(np.arange(len(errors)) >= threshold, errors, 0.0).mean()) / accepted)
+    assert np.mean(found) <= risk + 6.0 * np.std(found) / np.sqrt(draws)
+    assert np.max(found) > 0.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "ties", "points", "risk", "delta", "attained"),
     [
@@ -290,8 +307,8 @@ def test_p_values_compile_and_the_import_needs_no_scipy() -> None:
     script = textwrap.dedent(
         """
         import sys, torch
-        from sepc_torch.head.conformal import ClassCalibration, class_calibration, class_p_value
-        from sepc_torch.head.conformal import p_value_from_sorted, sorted_calibration
+        from sepc_torch.head.promises.conformal import ClassCalibration, class_calibration, class_p_value
+        from sepc_torch.head.promises.conformal import p_value_from_sorted, sorted_calibration
         assert "scipy" not in sys.modules
 
         class Judge(torch.nn.Module):

@@ -17,8 +17,18 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from sepc_torch import SEPC, DriftMonitor, FileFormatError, LabelPool, Partition, TrustHead, partition
-from sepc_torch.data import files, schemas
+from sepc_torch import (
+    SEPC,
+    DriftMonitor,
+    FileFormatError,
+    Guard,
+    LabelPool,
+    Partition,
+    RiskMonitor,
+    TrustHead,
+    partition,
+)
+from sepc_torch.data import files, memory, schemas
 
 Rng = np.random.Generator
 # Endings of the names of arrays whose values index or divide other arrays.
@@ -41,6 +51,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "trust_head": TrustHead.load,
     "label_pool": lambda path: LabelPool(list(range(600))).restore(path),
     "drift_monitor": lambda path: DriftMonitor.load(path, fitted()[2]),
+    "risk_monitor": RiskMonitor.load,
+    "guard": lambda path: Guard.load(path, fitted()[2]),
 }
 
 
@@ -52,8 +64,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     pool = LabelPool([(i, i % 5) for i in range(600)], labelled=range(300))
     monitor = DriftMonitor(head)
     monitor.update(x, 4.0 * np.eye(3)[y])
+    risk = RiskMonitor(head, risk=0.1, groups="predicted")
+    risk.expect(head.judge(x, 4.0 * np.eye(3)[y]), ids=np.arange(90))
+    risk.update(risk.waiting[::2], y[risk.waiting[::2]])
+    guard = Guard(head, risk=0.1, on_alarm="refuse", window=20)
+    guard.judge(x + 9.0, 4.0 * np.eye(3)[y])
+    guard.ask(30)
     savers = {"partition": part.save, "sepc": SEPC.from_partition(part).save, "trust_head": head.save}
-    for name, save in (savers | {"label_pool": pool.save, "drift_monitor": monitor.save}).items():
+    monitors = {"drift_monitor": monitor.save, "risk_monitor": risk.save, "guard": guard.save}
+    for name, save in (savers | {"label_pool": pool.save} | monitors).items():
         save(folder / name)
     return {name: (folder / name).read_bytes() for name in KINDS}
 
@@ -111,6 +130,7 @@ def forge(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, Any]) -
     save_file(arrays, path, metadata={"sepc_torch": json.dumps(metadata)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_forged_values_are_checked(written: dict[str, bytes], tmp_path: Path, kind: str) -> None:
     """Every array in turn: another dtype, another shape, values out of range, missing."""
@@ -125,6 +145,10 @@ def test_forged_values_are_checked(written: dict[str, bytes], tmp_path: Path, ki
             wrong.append(np.full_like(array, np.nan))
         if array.dtype.kind == "i" and array.size and name not in ("answers", "support", "iteration", "covered"):
             wrong.append(np.full_like(array, np.iinfo(array.dtype).min))
+        if array.dtype.kind == "i":
+            wrong += [array.astype(dtype) for dtype in (np.int8, np.int16, np.int32, np.int64) if dtype != array.dtype]
+        if name.endswith("grid_classes"):
+            wrong.append(array[::-1])
         if name.endswith(
             ("codes", "code", "_classes", "_members", "_ids", "entry_cells", "cell_sizes", "support_size")
         ):
@@ -132,8 +156,6 @@ def test_forged_values_are_checked(written: dict[str, bytes], tmp_path: Path, ki
         for value in wrong:
             if name == "block_checksums" and value is None:
                 continue  # optional: files of pools without it are as old as the checksum
-            if name.startswith("evidence.gaussian.") and value is None:
-                assert kind == "trust_head"
             changed = {key: a for key, a in arrays.items() if key != name}
             if value is not None:
                 changed[name] = np.ascontiguousarray(value)
@@ -160,9 +182,17 @@ def test_forged_values_are_checked(written: dict[str, bytes], tmp_path: Path, ki
         ({"nearest": "manhattan"}, "nearest = 'manhattan'"),
         ({"nan_policy": 3}, "nan_policy = 3"),
         ({"made": []}, "how it was made"),
+        ({"made": {"max_impure": None}}, "made with max_impure = None"),
+        ({"made": {"max_impure": True}}, "made with max_impure = True"),
+        ({"made": {"max_isolated": -1}}, "made with max_isolated = -1"),
+        ({"made": {"max_per_class": 0}}, "made with max_per_class = 0"),
+        ({"made": {"rest": ["whole"]}}, r"made with rest = \['whole'\]"),
+        ({"made": {"solver": 3}}, "made with solver = 3"),
+        ({"made": {"standardize": "yes"}}, "made with standardize = 'yes'"),
+        ({"made": {"floor": 0}}, "made with floor = 0"),
         ({"format": "x"}, "do not name a format"),
-        ({"format": 0}, "do not name a format"),
-        ({"format": 99}, "Upgrade"),
+        ({"format": 0}, "of format 0, and this version"),
+        ({"format": 99}, "of format 99, and this version"),
         ({"kind": "partition"}, r"Read it with Partition\.load"),
     ],
 )
@@ -175,6 +205,17 @@ def test_forged_metadata_are_checked(
     forge(path, arrays, metadata | change)
     with pytest.raises(FileFormatError, match=problem):
         SEPC.load(path)
+
+
+@pytest.mark.parametrize("key", ["max_impure", "max_isolated", "max_per_class", "rest", "solver", "floor"])
+def test_a_head_that_can_be_updated_says_how_it_was_made(written: dict[str, bytes], tmp_path: Path, key: str) -> None:
+    path = tmp_path / "head"
+    path.write_bytes(written["trust_head"])
+    arrays, metadata = contents(path)
+    made = {name: value for name, value in metadata["sepc"]["made"].items() if name != key}
+    forge(path, arrays, metadata | {"sepc": metadata["sepc"] | {"made": made}})
+    with pytest.raises(FileFormatError, match=f"how it was made: {key}"):
+        TrustHead.load(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "[" * 100_000, "3", "{", '{"kind": "sepc"}'])
@@ -192,7 +233,7 @@ def test_a_file_without_its_checksum_is_refused(written: dict[str, bytes], tmp_p
     arrays, metadata = contents(path)
     del metadata["checksum"]
     save_file(arrays, path, metadata={"sepc_torch": json.dumps(metadata)})
-    with pytest.raises(FileFormatError, match="no checksum"):
+    with pytest.raises(FileFormatError, match="do not match its checksum"):
         SEPC.load(path)
 
 
@@ -247,3 +288,19 @@ class TestDamagedPools:
         fresh = LabelPool([(i, i % 5) for i in range(600)])
         fresh.restore(path, damaged="skip")
         assert all(torch.equal(pool.state_dict()[name], value) for name, value in fresh.state_dict().items())
+
+
+def test_a_table_of_classes_that_does_not_fit_into_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a few megabytes can state so many classes and ellipsoids that their table has gigabytes."""
+    head = fitted()[2]
+    head.save(tmp_path / "head")
+    head.sepc.save(tmp_path / "sepc")
+    size = 8 * len(head.classes) * len(head.sepc.bank)
+    for kind, name in ((TrustHead, "head"), (SEPC, "sepc")):
+        monkeypatch.setattr(memory, "available_memory", lambda: size)
+        kind.load(tmp_path / name)
+        monkeypatch.setattr(memory, "available_memory", lambda: size - 1)
+        with pytest.raises(FileFormatError, match=r"needs more memory.*and 3 classes.*if you trust its source"):
+            kind.load(tmp_path / name)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
 from sklearn.utils import Bunch
+
+from experiments import datasets
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, frame: pd.DataFrame, data_id: int) -> None:

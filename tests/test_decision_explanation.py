@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch import FileFormatError, TrustHead
-from sepc_torch.data import files
+from sepc_torch.data import files, schemas
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import Reason, refusal_reason
@@ -44,11 +44,11 @@ def case() -> Case:
     logits = 2.0 * z[:, :3] + rng.normal(size=(900, 3))
     ids = np.array([f"sample-{i:03d}" for i in range(600)])
     labels = np.array(NAMES)[codes]
-    head = TrustHead.fit(z[:600], labels[:600], ids=ids, normalize=None, nan_policy="flag")
+    head = TrustHead.fit(z[:600], labels[:600], ids=ids, normalize=None, nan_policy="flag", classes=NAMES)
     head.calibrate(z[600:], labels[600:], logits[600:])
     head.accept_at(flag_rate=0.2)
     clear = np.vstack([centres, centres[:1] + 40.0, centres[:1], (centres[:1] + centres[1:2]) / 2, centres[:1]])
-    given = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9], [9, 0, 0], [0, 9, 0], [0.1, 0, -3], [np.nan, 0, 0]])
+    given = np.array([[9, 0, 0], [0, 9, 0], [0, 0, 9], [9, 0, 0], [0, 9, 0], [3.1, 3, -3], [np.nan, 0, 0]])
     new, answers = torch.from_numpy(clear).float(), torch.from_numpy(given.astype(np.float64)).float()
     return Case(head, z[:600], labels[:600], ids, new, answers)
 
@@ -84,6 +84,16 @@ def test_reasons_and_sentences(case: Case) -> None:
     assert "'dog' is the most likely alternative" in found[5].sentence
     assert found[6].label is None
     assert found[6].examples == ()
+
+
+@pytest.mark.filterwarnings("ignore:The head accepts nothing")
+def test_without_a_promise_every_refusal_says_so(case: Case) -> None:
+    head = copy.deepcopy(case.head)
+    head.accept_at(risk=1e-6)
+    found = head.explain(case.z, logits=case.logits)
+    assert isinstance(found, list)
+    assert [item.reason for item in found] == ["no promise"] * 6 + ["no prediction"]
+    assert all("accepts nothing" in item.sentence for item in found[:6])
 
 
 def test_examples_are_the_nearest_training_examples_by_id(case: Case) -> None:
@@ -146,14 +156,29 @@ def test_features_are_named_for_tables() -> None:
     assert "not calibrated" in found.sentence
 
 
-def test_ids_are_saved_and_checked(case: Case, tmp_path: Path) -> None:
+def test_constant_features_are_no_reason() -> None:
+    rng = np.random.default_rng(1)
+    y = np.repeat([0, 1], 100)
+    columns = {"age": rng.normal(40 + 20 * y, 4), "weight": rng.normal(70, 9, 200)}
+    frame = pd.DataFrame({**columns, "member": 0.1 * (y == 1), "year": 2024.1})
+    head = TrustHead.fit(frame, y, normalize="standardize")
+    for row in (0, 150):
+        found = head.explain(frame.assign(member=0.3, year=2025.0), row)
+        assert isinstance(found, DecisionExplanation)
+        assert sorted(item.name for item in found.features) == ["age", "weight"]
+        assert "inf" not in str(found)
+
+
+def test_ids_are_saved_and_checked(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "head.safetensors"
     case.head.save(path)
     loaded = TrustHead.load(path)
     assert loaded.reference_ids == case.head.reference_ids
     assert str(loaded.explain(case.z, 4, logits=case.logits)) == str(explained(case)[4])
     arrays, options = files.read(path, "trust_head")
+    monkeypatch.setattr(schemas, "check", lambda *_: None)
     files.write(path, "trust_head", arrays, {**options, "reference_ids": [1, 2]})
+    monkeypatch.undo()
     with pytest.raises(FileFormatError, match="do not list 600 identifiers"):
         TrustHead.load(path)
 

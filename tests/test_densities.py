@@ -9,9 +9,9 @@ from scipy.special import multigammaln
 from scipy.stats import multivariate_t
 from torch import Tensor
 
-from sepc_torch.head import densities
-from sepc_torch.head.densities import RegionDensities, fit_densities
-from sepc_torch.model.buffers import resize_buffers
+from sepc_torch.head.evidence import densities
+from sepc_torch.head.evidence.densities import RegionDensities, fit_densities
+from sepc_torch.model.derived import resize_buffers
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

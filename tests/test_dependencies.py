@@ -22,7 +22,8 @@ def requirements() -> list[str]:
     """The requirements of the package, of all extras and of development; not of the build, which pip isolates."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     groups = PROJECT["dependency-groups"].values()
-    return [*PROJECT["project"]["dependencies"], *(line for lines in (*extras, *groups) for line in lines)]
+    lines = [line for lines in (*extras, *groups) for line in lines]
+    return [*PROJECT["project"]["dependencies"], *(line for line in lines if isinstance(line, str))]  # no inclusions
 
 
 def pins() -> list[Requirement]:

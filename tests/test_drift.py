@@ -12,15 +12,18 @@ import torch
 from scipy.stats import binom, kstest
 
 from sepc_torch import DriftMonitor, FileFormatError, TrustHead
-from sepc_torch.head.betting import (
+from sepc_torch.data.table_encoding import TableEncoding
+from sepc_torch.head.drift import (
+    DriftReport,
+    Move,
     bet,
     log_cell_bets,
     log_power_bets,
     occupancy_p_values,
+    poisson_interval,
     sequential_p_values,
     uniforms,
 )
-from sepc_torch.head.drift_report import poisson_interval
 
 Rng = np.random.Generator
 CLASSES = 3
@@ -128,7 +131,7 @@ def test_an_undrifted_stream(head: TrustHead) -> None:
     assert report.alarm_at is None
     assert report.seen == 2000
     assert report.accepted == pytest.approx(0.95, abs=0.04)
-    assert "no drift shown after 2000 points" in str(report)
+    assert "no drift shown: p = " in str(report)
 
 
 def test_a_class_that_takes_over(head: TrustHead) -> None:
@@ -151,6 +154,8 @@ def test_a_class_that_takes_over(head: TrustHead) -> None:
     assert {label for move in lost for label in move.classes} <= {0, 1}
     assert report.since is not None
     assert abs(report.since - 600) < 100
+    assert report.accuracy is not None
+    assert before.accuracy is not None
     assert report.accuracy.estimate < before.accuracy.estimate
     out = head.judge(x, logits)
     right = (out.network_label.numpy() == y)[out.accept.numpy()]
@@ -159,7 +164,13 @@ def test_a_class_that_takes_over(head: TrustHead) -> None:
     low, high = alone.accuracy()[1:]
     assert low <= right.mean() <= high
     assert "class 2, regions" in str(report)
-    assert "drift after 1200 points" in str(report)
+    assert f"drift: alarm at point {report.alarm_at}; p = " in str(report)
+
+
+def test_a_line_names_few_of_many_regions() -> None:
+    move = Move("lost", (0, 1), tuple(range(54, 154)), 0.4, 0.2, 7, 9.0)
+    line = str(DriftReport(100, 0.001, True, 90, 7, (move,), 0.9, None)).splitlines()[-1]
+    assert line.startswith("class 0, 1, regions 54, 55, 56, 57, 58, 59 and 94 more lost traffic: from 40.0% to 20.0%")
 
 
 def test_strange_points(head: TrustHead) -> None:
@@ -170,14 +181,50 @@ def test_strange_points(head: TrustHead) -> None:
     assert any(move.change == "fell" and move.share > 2 * move.expected for move in report.moves)
 
 
+def test_no_accuracy_beside_an_alarm_that_it_cannot_see_through(head: TrustHead) -> None:
+    """Noise makes labels wrong within regions; the estimate, which rests on regions, would not see it."""
+    rng = np.random.default_rng(15)
+    monitor = DriftMonitor(head)
+    x, _, logits = draw(rng, 600)
+    before = monitor.update(x, logits)
+    assert before.accuracy is not None
+    noisy = x + 2.5 * rng.normal(size=x.shape)
+    report = monitor.update(noisy, logits)
+    assert report.alarm
+    assert report.accuracy is None
+    assert report.to_dict()["accuracy"] is None
+    assert "accuracy of the accepted points: not known" in str(report)
+    assert report.alarm_at is not None
+    assert f"alarm at point {report.alarm_at}" in report.sentence
+
+
+def test_predictions_of_other_labels_are_refused(head: TrustHead) -> None:
+    x, _, logits = draw(np.random.default_rng(16), 20)
+    monitor = DriftMonitor(head)
+    with pytest.raises(ValueError, match="calibrated with logits; judge the stream with them too"):
+        monitor.update_from(head.judge(x), with_logits=False)
+    assert monitor.report().seen == 0
+    assert monitor.update_from(head.judge(x, logits), with_logits=True).seen == 20
+
+
+def test_only_monitors_of_one_head_are_merged(head: TrustHead) -> None:
+    monitor = DriftMonitor(head)
+    with pytest.raises(ValueError, match="given twice"):
+        monitor.merge(monitor)
+    other = copy.deepcopy(head).calibrate(*draw(np.random.default_rng(17), 300))
+    for stranger in (DriftMonitor(other), DriftMonitor(head, alpha=0.05)):
+        with pytest.raises(ValueError, match="cannot be merged"):
+            monitor.merge(stranger)
+
+
 def test_batches_do_not_matter(head: TrustHead) -> None:
     rng = np.random.default_rng(6)
     x, _, logits = draw(rng, 60, (0.2, 0.3, 0.5))
     out = head.judge(x, logits)
     whole, single = DriftMonitor(head), DriftMonitor(head)
-    expected = whole.update_from(out)
+    expected = whole.update_from(out, with_logits=True)
     for i in range(60):
-        report = single.update_from(type(out)(*(column[i : i + 1] for column in out)))
+        report = single.update_from(type(out)(*(column[i : i + 1] for column in out)), with_logits=True)
     assert report.p_value == pytest.approx(expected.p_value)
     assert report.seen == expected.seen
     assert [move[:4] for move in report.moves] == [move[:4] for move in expected.moves]
@@ -199,7 +246,8 @@ def test_a_state_continues_and_workers_merge(head: TrustHead) -> None:
     again = DriftMonitor(head, seed=5)
     again.load_state_dict(first.state_dict())
     assert again.update(odd, strange_logits).p_value == pytest.approx(expected.p_value, rel=1e-6)
-    assert sum(values.numel() for values in first.state_dict().values()) < 2000
+    kept = 128 * (first.head.in_features + 52)  # embeddings, identifiers and numbers of the rows around an alarm
+    assert sum(values.numel() for values in first.state_dict().values()) < 2000 + kept
     other = DriftMonitor(head, seed=1)
     other.update(odd, strange_logits)
     merged = first.merge(other)
@@ -241,6 +289,75 @@ def test_a_saved_monitor_continues_with_its_head_only(head: TrustHead, tmp_path:
         DriftMonitor.load(tmp_path / "head", head)
 
 
+def test_the_rows_that_moved_are_named(head: TrustHead, tmp_path: Path) -> None:
+    """Those of the class that gained traffic, by their identifiers, in any batches, and after a file."""
+    rng = np.random.default_rng(21)
+    x, _, logits = draw(rng, 300)
+    odd, y, odd_logits = draw(rng, 300, (0.05, 0.05, 0.9))
+    z, scores, names = np.concatenate([x, odd]), np.concatenate([logits, odd_logits]), [f"row {i}" for i in range(600)]
+    whole, single = DriftMonitor(head), DriftMonitor(head)
+    assert whole.update(x, logits, ids=names[:300]).evidence is None
+    report = whole.update(odd, odd_logits, ids=names[300:])
+    for rows in np.array_split(np.arange(600), 90):
+        again = single.update(z[rows], scores[rows], ids=[names[i] for i in rows])
+    assert report.evidence is not None
+    assert again.evidence == report.evidence
+    assert report.evidence.kept == 128
+    moved = [int(str(name).removeprefix("row ")) for name in report.evidence.ids]
+    assert report.since is not None
+    assert report.alarm_at is not None
+    assert all(report.since <= row < report.alarm_at + 64 for row in moved)
+    assert np.mean([y[row - 300] == 2 for row in moved if row >= 300]) > 0.8
+    largest = report.evidence.groups[0]
+    assert largest.label == 2
+    assert set(largest.ids) <= set(report.evidence.ids)
+    assert f"{len(largest.ids)} rows near region" in str(report)
+    assert report.to_dict()["evidence"]["groups"][0]["ids"] == list(largest.ids)
+    whole.save(tmp_path / "state")
+    assert DriftMonitor.load(tmp_path / "state", head).report() == report
+    merged = whole.merge(DriftMonitor(head, seed=1)).report()
+    assert merged.evidence is not None
+    assert merged.evidence.ids == report.evidence.ids
+
+
+def test_rows_without_names_and_embeddings(head: TrustHead) -> None:
+    rng = np.random.default_rng(22)
+    x, _, logits = draw(rng, 400, (0.0, 0.0, 1.0))
+    report = DriftMonitor(head).update_from(head.judge(x, logits), with_logits=True)
+    assert report.evidence is not None
+    assert set(report.evidence.ids) <= set(range(400))
+    assert report.evidence.groups == ()
+    numbered = DriftMonitor(head).update(x, logits, ids=np.arange(400) + 2**40)
+    assert numbered.evidence is not None
+    assert numbered.evidence.ids == tuple(int(i) + 2**40 for i in report.evidence.ids)
+    with pytest.raises(ValueError, match="Got 3 ids for 400 rows"):
+        DriftMonitor(head).update(x, logits, ids=[1, 2, 3])
+    with pytest.raises(ValueError, match="Expected z of shape"):
+        DriftMonitor(head).update_from(head.judge(x, logits), with_logits=True, z=x[:5])
+
+
+def test_the_columns_that_moved() -> None:
+    """In the names and the units of a table, with an encoding."""
+    rng = np.random.default_rng(23)
+
+    def table(rows: int, years: float) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        y = rng.integers(0, 2, rows)
+        pet = np.where(rng.random(rows) < 0.5, "cat", "dog").astype(object)
+        return {"age": rng.normal(40 + 20 * y + years, 5), "pay": rng.normal(3e4, 5e3, rows), "pet": pet}, y
+
+    given, y = table(600, 0.0)
+    encoding = TableEncoding.fit(given, ["age", "pay"], ["pet"])
+    head = TrustHead.fit(encoding.encode(given).points, y, normalize=None, encoding=encoding)
+    head.calibrate(*table(400, 0.0))
+    report = DriftMonitor(head).update(table(300, 30.0)[0])
+    assert report.evidence is not None
+    first = report.evidence.columns[0]
+    assert first.name == "age"
+    assert first.mean == pytest.approx(80, abs=6)
+    assert first.usual == pytest.approx(50, abs=6)
+    assert "age" in str(report.evidence.groups[0])
+
+
 def test_the_accuracy_interval_covers() -> None:
     """Over draws of calibration errors in cells, with other weights than in the stream; the seed is fixed."""
     rng, missed, draws, level = np.random.default_rng(8), 0, 400, 0.2
@@ -268,7 +385,14 @@ def test_without_logits_and_input_errors(head: TrustHead) -> None:
         DriftMonitor(head).update(x)
     with pytest.raises(ValueError, match="alpha must lie between 0 and 1"):
         DriftMonitor(head, alpha=0.0)
-    assert math.isnan(DriftMonitor(head).report().accuracy.estimate)
+    accuracy = DriftMonitor(head).report().accuracy
+    assert accuracy is not None
+    z, labels, logits = draw(rng, 400)
+    of_units = TrustHead.fit(x, y, dim=2, reference_points=0).calibrate(z, labels, logits, units=np.arange(400) // 4)
+    with pytest.raises(ValueError, match=r"came in units.* one row of each unit, without units="):
+        DriftMonitor(of_units)
+    DriftMonitor(of_units.calibrate(z[::4], labels[::4], logits[::4])).update(z[1::4], logits[1::4])
+    assert math.isnan(accuracy.estimate)
 
 
 def test_a_new_calibration_needs_a_new_monitor(head: TrustHead) -> None:

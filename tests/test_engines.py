@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "engines.py"
+from experiments.provenance import ROOT
 
 
 @pytest.mark.slow
@@ -16,7 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "experiments" / "engines.py"
 def test_engines_score_every_row_once(engine: str) -> None:
     """In a fresh process, which ends the processes of the engine with it."""
     pytest.importorskip({"dask": "distributed"}.get(engine, engine), reason=f"needs {engine}")
-    command = [sys.executable, str(SCRIPT), "--engine", engine, "--rows", "10000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "experiments.serving.engines", "--engine", engine, "--rows", "10000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'rows': 10000, 'lost': 0, 'twice': 0, 'different': 0" in done.stdout, done.stdout

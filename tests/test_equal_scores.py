@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sepc_torch import TrustHead
-from sepc_torch.head.calibration_tables import RESOLUTION
-from sepc_torch.head.label_calibration import LabelCalibration, separated
+from sepc_torch.head.calibration.calibration_tables import RESOLUTION
+from sepc_torch.head.calibration.label_calibration import LabelCalibration, separated
 
 Rng = np.random.Generator
 # Whether random points can promise a risk is not the question of these tests.
@@ -47,8 +47,8 @@ class TestSeparated:
     def test_joint_scores_of_zero(self) -> None:
         """Far points have joint scores that round to zero; a threshold can lie above or below them."""
         labels = LabelCalibration(["regions"], 1)
-        labels.held_joint = torch.tensor([0.0] * 20 + [0.5] * 80, dtype=torch.float64)
-        labels.held_right = torch.ones(100, dtype=torch.bool)
+        labels.ranked_joint = torch.tensor([0.0] * 20 + [0.5] * 80, dtype=torch.float64)
+        labels.ranked_right = torch.ones(100, dtype=torch.bool)
         assert labels.accept(None, 0.05, 0.1).coverage == 1.0
         assert labels.accept(None, 0.05, 0.5).coverage == 0.8
 
@@ -70,6 +70,7 @@ def judged(head: TrustHead, z: Tensor, logits: Tensor | None, size: int) -> tupl
     return torch.cat([out.accept for out in outs]), torch.cat([out.p_value for out in outs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_repeated_embeddings_are_judged_alike(rng: Rng, tmp_path: Path, with_logits: bool) -> None:
     """The threshold lies next to the score of the repeated embedding, where a rounding error would decide."""
@@ -84,7 +85,7 @@ def test_repeated_embeddings_are_judged_alike(rng: Rng, tmp_path: Path, with_log
     scores = torch.from_numpy(np.vstack([np.repeat([[1.0, 0.0]], 120, axis=0), logits[:80]])) if with_logits else None
     for request in ({"flag_rate": 0.1}, {"flag_rate": 0.3}, {"risk": 0.12}):
         for model in (head, loaded):
-            model.accept_at(**request)  # type: ignore[call-overload]
+            model.accept_at(**request)
         expected = judged(head, new.float(), scores, 200)
         assert len(expected[0][:120].unique()) == 1
         for model, rows, size in ((head, new.float(), 1), (loaded, new.float(), 7), (loaded, new, 200)):

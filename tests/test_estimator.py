@@ -24,10 +24,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from sepc_torch import SEPC, Rule, partition
-from sepc_torch.estimator import SEPClassifier
 from sepc_torch.model.explanation import Explanation
 from sepc_torch.model.sepc import Nearest
 from sepc_torch.shapes import Array
+from sepc_torch.sklearn.estimator import SEPClassifier
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,7 +59,7 @@ def test_not_fitted(method: str) -> None:
 def test_the_constructor_stores_any_value() -> None:
     code = (
         "from sklearn.utils.estimator_checks import check_do_not_raise_errors_in_init_or_set_params as check\n"
-        "from sepc_torch.estimator import SEPClassifier\n"
+        "from sepc_torch import SEPClassifier\n"
         "check('SEPClassifier', SEPClassifier())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -166,6 +166,7 @@ def test_explanations_are_the_decision_path(iris: tuple[pd.DataFrame, pd.Series[
     assert one.details["rule"] in Rule.__members__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "labels",
     [

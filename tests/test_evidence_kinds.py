@@ -1,18 +1,17 @@
-"""Variants of strangeness: kinds more and fewer, the head's own score, changes paired by set, the verdict's words."""
+"""Variants of nonconformity: kinds more and fewer, the head's own score, changes paired by set, the verdict's words."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import evidence_kinds
-import evidence_tables
 import numpy as np
 import pytest
 import torch
-from evidence_kinds import HEAD, IN_PLACE, MORE
-from panel_data import Case, Rows
-from panel_scores import fitted, tensor
 
+from experiments.panel import evidence_kinds, tables
+from experiments.panel.cases import Case, Rows
+from experiments.panel.evidence_kinds import HEAD, IN_PLACE, MORE
+from experiments.panel.scores import fitted, rows_that_fit, tensor
 from sepc_torch import TrustHead
 
 PRESENT = ("density", "nearest", "nearest_white", "mahalanobis", "energy")
@@ -55,16 +54,16 @@ def test_a_variant_differs_from_the_head_by_one_kind() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_the_kinds_of_the_head_give_its_strangeness(case: Case, head: TrustHead, seed: int) -> None:
+def test_the_kinds_of_the_head_give_its_nonconformity(case: Case, head: TrustHead, seed: int) -> None:
     assert head.evidence is not None
     measured = evidence_kinds.measure(case, head.evidence)
     assert set(measured) == {"calibration", "test", "far"}
     assert tuple(measured["test"]) == (*PRESENT, *MORE)
-    combined = evidence_kinds.combine(measured, PRESENT, tensor(~case.calibration.right), seed)
-    head.calibrate(case.calibration.z, case.calibration.y, case.calibration.logits, seed=seed)
+    fit_rows = rows_that_fit(head, case, seed)
+    combined = evidence_kinds.combine(measured, PRESENT, tensor(~case.calibration.right), fit_rows)
     for name, rows in {"test": case.test, **case.unknown}.items():
         out = head(tensor(rows.z), tensor(rows.logits))
-        torch.testing.assert_close(combined[name], out.strangeness.double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(combined[name], out.nonconformity.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_directions_ignore_the_length_of_an_embedding(case: Case, head: TrustHead) -> None:
@@ -115,9 +114,9 @@ def test_the_verdict_names_variants_by_their_numbers() -> None:
     head = row_of_variant(HEAD, 0.0, 0.0, 0.08)
     better, worse = row_of_variant("better", 0.03, 0.01, 0.06), row_of_variant("worse", -0.03, 0.01, 0.075)
     noise = row_of_variant("noise", 0.01, 0.01, 0.09)
-    lines = evidence_tables.verdict([head, better, worse, noise]).splitlines()
+    lines = tables.verdict([head, better, worse, noise]).splitlines()
     assert lines[0].endswith("above the head's: better.")
     assert lines[1].endswith("standard errors: noise (+0.0100 ± 0.0100).")
     assert lines[2].endswith("below it: worse.")
     assert lines[3].endswith(": better (0.060, mean change +0.0300 ± 0.0100); the head has 0.080.")
-    assert evidence_tables.verdict([head]).count("none") == 4
+    assert tables.verdict([head]).count("none") == 4

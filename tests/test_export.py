@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from sepc_torch import HeadPrediction, TrustHead
-from sepc_torch.head.calibration_tables import RESOLUTION
+from sepc_torch import HeadPrediction, TrustHead, export, to_onnx
+from sepc_torch.head.calibration.calibration_tables import RESOLUTION
+from sepc_torch.head.standard_operators import StandardOperators
 from sepc_torch.serving.export import exported_program
-from sepc_torch.serving.standard_operators import StandardOperators
 
 pytestmark = pytest.mark.slow
 
 # Settings of heads that use every operator: two distances, several sizes of classes, with and without neighbours.
 HEADS: dict[str, dict[str, Any]] = {
     "mahalanobis": {"classes": 3, "dim": 3},
-    "euclidean": {"classes": 3, "dim": 3, "nearest": "euclidean"},
+    "euclidean": {"classes": 3, "dim": 3, "partition": {"nearest": "euclidean"}},
     "many classes": {"classes": 33, "dim": 2, "rows": 330},
     "no reference points": {"classes": 2, "dim": 2, "reference_points": 0, "normalize": "standardize"},
 }
@@ -37,7 +37,7 @@ def assert_equal(got: HeadPrediction, want: HeadPrediction) -> None:
     rows = len(want.label)
     for name in ("label", "rule", "network_label", "accept"):
         assert int((getattr(got, name) != getattr(want, name)).sum()) <= rows // 5000, name
-    for name in ("distance", "confidence", "strangeness", "joint"):
+    for name in ("distance", "confidence", "nonconformity", "joint"):
         a, b = getattr(got, name), getattr(want, name)
         torch.testing.assert_close(a, b, rtol=RESOLUTION, atol=RESOLUTION, equal_nan=True, msg=name)
     for name in ("trust", "network_trust", "margin", "network_margin", "p_value", "class_p_value"):
@@ -59,7 +59,7 @@ def test_standard_operators_give_the_answers_of_our_own(name: str) -> None:
     head = TrustHead.fit(x, y, nan_policy="flag", **settings).calibrate(x + 0.3 * rng.normal(size=x.shape), y, logits)
     z = torch.from_numpy(np.concatenate([x, 4.0 * x[:50], np.zeros((1, 5)), np.full((1, 5), np.nan)])).float()
     given = torch.from_numpy(np.concatenate([logits, logits[:52]])).float()
-    given[3] = torch.nan
+    given[3], given[4] = torch.nan, 0.0
     for some in (None, given):
         with StandardOperators():
             got = head(z, logits=some)
@@ -91,15 +91,15 @@ SCRIPT = """
         x = rng.normal(size=(n, 5)) + centres[y]
         return x, np.array(["a", "b", "c"])[y], -((x[:, None] - centres) ** 2).sum(-1) / 2
     x, y, _ = data(240)
-    head = TrustHead.fit(x, y, dim=3, reference_points=60).calibrate(*data(60))
+    head = TrustHead.fit(x, y, dim=3, reference_points=60, classes=["a", "b", "c"]).calibrate(*data(60))
     head.save(sys.argv[1] + "/head.safetensors")
     program = export.exported_program(head)
     export.exported_program = lambda *_arguments, **_options: program  # one trace for both files
-    head.export(sys.argv[1] + "/head.pt2")
+    export.export(head, sys.argv[1] + "/head.pt2")
     app(["export", sys.argv[1] + "/head.safetensors", "-o", sys.argv[1] + "/head.onnx"], standalone_mode=False)
     x, _, logits = data(100_000)
     x[::3] *= 4.0
-    x[7], logits[8], logits[9, 0] = np.nan, np.nan, -np.inf
+    x[7], logits[8], logits[9, 0], logits[10:13] = np.nan, np.nan, -np.inf, 0.0
     np.savez(sys.argv[1] + "/rows.npz", z=x.astype(np.float32), logits=logits.astype(np.float32))
 """
 # Reads the .pt2 file where this package cannot be imported.
@@ -205,7 +205,7 @@ def test_onnx_decides_and_ranks_identically(folder: Path, many: dict[str, np.nda
         a, b = getattr(got, name).numpy(), getattr(want, name).numpy()
         np.testing.assert_array_equal(a, b, err_msg=name)
     # The nearest reference point is searched in float32: of two that are equally near to its accuracy, either is found.
-    torch.testing.assert_close(got.strangeness, want.strangeness, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.nonconformity, want.nonconformity, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.joint, want.joint, rtol=1e-5, atol=1e-5)
 
 
@@ -231,7 +231,7 @@ def test_pt2_files_load_without_this_package(folder: Path, expected: HeadPredict
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["head.onnx", "head.pt2"])
 def test_exported_files_hold_no_paths_of_this_machine(folder: Path, name: str) -> None:
-    assert b"head_module.py" not in (folder / name).read_bytes()  # the archive of a .pt2 file is not compressed
+    assert b"trust_head.py" not in (folder / name).read_bytes()  # the archive of a .pt2 file is not compressed
 
 
 @pytest.mark.slow
@@ -250,9 +250,9 @@ def test_heads_that_need_groups_are_refused(tmp_path: Path) -> None:
     x = rng.normal(size=(400, 3)) + 8.0 * y[:, None]
     head = TrustHead.fit(x, y, dim=2).calibrate(x + 0.1, y)
     head.accept_at(risk=0.5, delta=0.2, by=y)
-    for write in (head.export, head.to_onnx):
+    for write in (export, to_onnx):
         with pytest.raises(ValueError, match=r"an exported graph takes no groups\. Call accept_at without by"):
-            write(tmp_path / "head")
+            write(head, tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,7 +261,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     head = TrustHead.fit(np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2, dim=2)
     with pytest.raises(ModuleNotFoundError, match=r"needs the package onnxscript: pip install 'sepc_torch\[onnx\]'"):
-        head.to_onnx(tmp_path / "head.onnx")
+        to_onnx(head, tmp_path / "head.onnx")
 
 
 def test_a_failed_export_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,5 +272,68 @@ def test_a_failed_export_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.export, "save", fail)
     head = TrustHead.fit(np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2, dim=2)
     with pytest.raises(RuntimeError, match="no space"):
-        head.export(tmp_path / "head.pt2")
+        export(head, tmp_path / "head.pt2")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("points", [0, 20])
+def test_no_buffer_is_an_empty_tensor_of_numpy_s(tmp_path: Path, loaded: bool, points: int) -> None:
+    """``torch.export.save`` cannot write those: their storage has an address, and they have none."""
+    x = np.random.default_rng(0).normal(size=(40, 3))
+    head = TrustHead.fit(x, np.arange(40) % 2, dim=2, reference_points=points)
+    head.save(tmp_path / "head.safetensors")
+    head = TrustHead.load(tmp_path / "head.safetensors") if loaded else head
+    empty = [buffer for buffer in head.buffers() if buffer.numel() == 0]
+    assert empty
+    assert all(buffer.untyped_storage().data_ptr() == buffer.data_ptr() for buffer in empty)
+
+
+# Exports a module that holds a network and a loaded head, in each of the ways that docs/architecture.md names.
+MODULE = """
+    import contextlib, sys, warnings
+    import numpy as np, torch
+    from sepc_torch import TrustHead
+    from sepc_torch.head.standard_operators import StandardOperators
+    class Trusted(torch.nn.Module):
+        def __init__(self, head, network):
+            super().__init__()
+            self.head, self.network = head, network
+        def forward(self, x):
+            out = self.head(x, self.network(x))
+            return out.joint, out.accept
+    rng = np.random.default_rng(0)
+    y = np.arange(300) % 2
+    x = rng.normal(size=(300, 3)) + 2.0 * y[:, None]
+    network = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        logits = network(torch.from_numpy(x).float())
+    for points, mode in ((0, contextlib.nullcontext()), (20, StandardOperators())):
+        head = TrustHead.fit(x[:100], y[:100], dim=2, reference_points=points)
+        head.calibrate(x[100:], y[100:], logits[100:]).save(sys.argv[1] + "/head.safetensors")
+        module = Trusted(TrustHead.load(sys.argv[1] + "/head.safetensors"), network).eval()
+        inputs, rows = torch.from_numpy(x).float(), {"x": {0: torch.export.Dim("rows")}}
+        with torch.no_grad():
+            want = module(inputs)
+        with mode:
+            program = torch.export.export(module, (inputs[:5],), dynamic_shapes=rows)
+        ours = {node.target for node in program.graph.nodes if getattr(node.target, "namespace", "") == "sepc_torch"}
+        assert bool(ours) == isinstance(mode, contextlib.nullcontext), ours
+        torch.export.save(program, sys.argv[1] + "/module.pt2")
+        got = torch.export.load(sys.argv[1] + "/module.pt2").module()(inputs)
+        assert torch.equal(got[1], want[1]) and torch.allclose(got[0], want[0], rtol=1e-5)
+    warnings.simplefilter("ignore")  # of torch.onnx, of itself
+    file = sys.argv[1] + "/module.onnx"
+    torch.onnx.export(module, (inputs[:5],), file, dynamo=True, dynamic_shapes=rows, opset_version=18, verbose=False)
+    import onnxruntime
+    got = onnxruntime.InferenceSession(file).run(None, {"x": inputs.numpy()})
+    assert (got[1] == want[1].numpy()).all() and np.allclose(got[0], want[0], rtol=1e-5)
+    assert 0 < got[1].sum() < 300
+"""
+
+
+@pytest.mark.slow
+def test_modules_with_heads_are_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs ONNX Runtime")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    run_python(MODULE, tmp_path)

@@ -12,13 +12,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-import torch
-from old_tables import old_count, old_tables
 from safetensors.numpy import save_file
 
-from sepc_torch import SEPC, Partition, Rule, partition
+from sepc_torch import SEPC, Partition, partition
 from sepc_torch.data import files as storage
-from sepc_torch.partitioning.cells import Ledger
 
 
 @pytest.fixture
@@ -92,87 +89,13 @@ def test_a_safetensors_file_of_another_program_is_refused(tmp_path: Path, metada
         Partition.load(tmp_path / "foreign")
 
 
-def test_a_newer_format_is_refused(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(storage, "FORMAT", storage.FORMAT + 1)
+@pytest.mark.parametrize("step", [-1, 1])
+def test_another_format_is_refused(part: Partition, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(storage, "FORMAT", storage.FORMAT + step)
         part.save(tmp_path / "part")
-    with pytest.raises(ValueError, match=rf"format {storage.FORMAT + 1} .*up to format {storage.FORMAT}.*Upgrade"):
+    with pytest.raises(ValueError, match=rf"format {storage.FORMAT + step},.*reads format {storage.FORMAT} only"):
         Partition.load(tmp_path / "part")
-
-
-# Names of the tables in format 1.
-OLDER = {"sorted_distances": "reach", "counts_at": "ranks"}
-
-
-def write_old(path: Path, kind: str, version: int, arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
-    """A file of format 1 or 2, written without this package."""
-    named = {OLDER.get(name, name) if version == 1 else name: np.ascontiguousarray(a) for name, a in arrays.items()}
-    text = json.dumps({"kind": kind, "format": version, **metadata})
-    save_file(named, path, metadata={"sepc_torch": text})
-
-
-def without_ledger(arrays: dict[str, Any]) -> dict[str, Any]:
-    return {name: array for name, array in arrays.items() if name not in Ledger._fields}
-
-
-@pytest.fixture
-def old(rng: np.random.Generator) -> tuple[Partition, dict[str, np.ndarray]]:
-    """A partition of three classes of different size, and its tables in format 2; two classes are thinned."""
-    y = np.repeat([0, 1, 2], [70, 12, 33])
-    x = rng.normal(size=(115, 2)) + y[:, None]
-    part = partition(x, y)
-    return part, old_tables(part.distances(x), y, 20)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_partition_of_an_older_format_loads(
-    rng: np.random.Generator, old: tuple[Partition, dict[str, np.ndarray]], tmp_path: Path, version: int
-) -> None:
-    part, tables = old
-    inside = np.stack([e.counts for e in part.ellipsoids])
-    arrays = {**without_ledger(part._arrays()), **tables, "inside": inside}
-    write_old(tmp_path / "part", "partition", version, arrays, part._metadata())
-    with pytest.warns(UserWarning, match=rf"of format {version}, which has no checksum.*Save it again"):
-        found = Partition.load(tmp_path / "part")
-    np.testing.assert_array_equal(found.cells, tables["cells"])
-    np.testing.assert_array_equal(found.counts, tables["counts"])
-    np.testing.assert_array_equal([e.counts for e in found.ellipsoids], inside)
-    for k in range(len(part)):
-        for distance in [0.0, *rng.choice(tables["sorted_distances"][k].ravel(), 20), *rng.uniform(0, 9, 20)]:
-            assert found.ledger.reached(k, distance).tolist() == old_count(tables, k, distance)
-    found.save(tmp_path / "again")
-    assert Partition.load(tmp_path / "again") == found
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_model_of_an_older_format_loads(
-    rng: np.random.Generator, old: tuple[Partition, dict[str, np.ndarray]], tmp_path: Path, version: int
-) -> None:
-    """From a file and from a state dict; counts outside are those of the old tables, counts inside those of today."""
-    part, tables = old
-    model = SEPC.from_partition(part, dtype=torch.float64)
-    tensors = {name: value.numpy() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    arrays = {**without_ledger(tensors), **tables, "held": model.held.numpy()}
-    write_old(tmp_path / "model", "sepc", version, arrays, model.get_extra_state())
-    state = {OLDER.get(name, name) if version == 1 else name: torch.from_numpy(array) for name, array in arrays.items()}
-    other = SEPC.from_partition(
-        partition([[0.0, 0.0], [0.0, 1.0], [5.0, 5.0], [5.0, 6.0]], [0, 0, 1, 1]), dtype=torch.float64
-    )
-    other.load_state_dict({**state, "_extra_state": model.get_extra_state()})
-    z = torch.from_numpy(4.0 * rng.normal(size=(200, 2)) + 1.0)
-    distance, wanted = model._resolve(z)
-    with pytest.warns(UserWarning, match="no checksum"):
-        first = SEPC.load(tmp_path / "model")
-    for loaded in (first, other):
-        assert torch.equal(loaded.held, model.held)
-        _, found = loaded._resolve(z)
-        assert torch.equal(found.rule, wanted.rule)
-        for i in range(len(z)):
-            k = int(wanted.nearest[i])
-            outside = int(wanted.rule[i]) == Rule.OUTSIDE
-            expected = old_count(tables, k, float(distance[i, k])) if outside else wanted.counts[i].tolist()
-            assert found.counts[i].tolist() == expected
-    assert 20 < int((wanted.rule == Rule.OUTSIDE).sum()) < 200
 
 
 def test_a_saved_model_holds_no_derived_counts(part: Partition, tmp_path: Path) -> None:
@@ -221,6 +144,15 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         storage.write(tmp_path / "bad", "partition", {"x": np.ones(1)}, {"value": float("nan")})
     assert files(tmp_path) == {}
+
+
+def test_a_link_keeps_pointing_to_the_file_that_is_replaced(part: Partition, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for _ in range(2):
+        part.save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert Partition.load(tmp_path / "target") == part
+        (tmp_path / "target").write_bytes(b"old")
 
 
 def test_a_longer_file_is_replaced_completely(part: Partition, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fuzz
-import fuzz_files
 import numpy as np
 import pytest
-from fuzz_checks import Finding, hostile_points, refused
 
+from experiments.fuzz import campaign as fuzz
+from experiments.fuzz import files as fuzz_files
+from experiments.fuzz.checks import Finding, hostile_points, refused
 from sepc_torch import partition
 
 PLANTED = """
 import os, signal
-from fuzz_checks import Finding
+from experiments.fuzz.checks import Finding
 
 def fails(rng):
     number = int(rng.integers(0, 3))
@@ -55,6 +55,7 @@ def test_a_planted_fault_is_found_and_its_script_reproduces_it(
     assert (again.stdout.strip(), again.returncode) == (line, 1), again.stderr
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_finding_and_a_smoke_run_does_not_fail(planted: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert fuzz.main(["--smoke", "--only", "dies"]) == 0
     assert "the process dies with SIGKILL" in capfd.readouterr().out
@@ -64,9 +65,10 @@ def test_a_crash_is_a_finding_and_a_smoke_run_does_not_fail(planted: Path, capfd
 def test_an_unknown_target_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         fuzz.main(["--only", "nothing"])
-    assert "unknown target 'nothing'" in capsys.readouterr().err
+    assert "unknown part 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_cases(planted: Path, rng: np.random.Generator) -> None:
     del planted
     seed = int(rng.integers(0, 1000))

@@ -247,7 +247,7 @@ def test_rows_without_a_distance(rng: Rng) -> None:
     for field in Prediction._fields:
         assert torch.equal(getattr(after, field)[keep], getattr(before, field)[keep]), field
     sepc.nan_policy = "raise"
-    with pytest.raises(ValueError, match="first in row 3"):
+    with pytest.raises(ValueError, match="Row 3 holds"):
         sepc(z)
 
 

@@ -11,8 +11,8 @@ from test_gpu_head import batch as on_the_cpu
 from test_gpu_head import calibrated
 
 from sepc_torch import HeadPrediction, TrustHead
-from sepc_torch.head import assess
-from sepc_torch.head.neighbours import Neighbours, as_half
+from sepc_torch.head.calibration import assess
+from sepc_torch.head.evidence.neighbours import Neighbours, as_half
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 Rng = np.random.Generator
@@ -150,8 +150,8 @@ def test_large_batches_go_in_pieces(rng: Rng, monkeypatch: pytest.MonkeyPatch) -
     head = accepting(rng)
     z, logits = batch(rng, 3000)
     whole = head(z, logits=logits)
-    monkeypatch.setattr("sepc_torch.head.head_module.GPU_ROWS", 1000)
-    monkeypatch.setattr("sepc_torch.head.judge.GPU_ROWS", 1000)
+    monkeypatch.setattr("sepc_torch.head.trust_head.GPU_ROWS", 1000)
+    monkeypatch.setattr("sepc_torch.head.trust_head.GPU_ROWS", 1000)
     same(head(z, logits=logits), whole)
     same(head(z, labels=whole.network_label), head(z, labels=whole.network_label.clone()))
 

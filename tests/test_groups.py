@@ -13,12 +13,30 @@ import torch
 from scipy.stats import binom
 
 from sepc_torch import TrustHead
-from sepc_torch.head.binomial_search import least_points, least_risk, points_needed
-from sepc_torch.head.conformal import counts_above, risk_threshold
-from sepc_torch.head.groups import By, GroupAcceptance, accept_by_group, class_gaps, merge_thin, region_gaps
-from sepc_torch.head.label_calibration import LabelCalibration
+from sepc_torch.head.calibration.label_calibration import LabelCalibration
+from sepc_torch.head.promises.conformal import (
+    _chance_to_qualify,
+    _fewest_points,
+    binomial_tail,
+    counts_above,
+    least_points,
+    least_risk,
+    points_needed,
+    risk_threshold,
+    search_level,
+)
+from sepc_torch.head.promises.groups import (
+    By,
+    GroupAcceptance,
+    accept_by_group,
+    class_gaps,
+    merge_thin,
+    promised_delta,
+    region_gaps,
+)
 
 Rng = np.random.Generator
+Array = np.ndarray
 CLASSES = 4
 # Errors of the network, which is worst in the last class.
 ERROR = np.array([0.01, 0.02, 0.05, 0.3])
@@ -52,11 +70,14 @@ def fresh() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def labels_of(group: np.ndarray, joint: np.ndarray, right: np.ndarray) -> LabelCalibration:
     """A calibration with given ranked points; as many further points of the same groups are not ranked."""
     labels = LabelCalibration(["regions"], 1)
-    labels.held_joint = torch.from_numpy(joint)
-    labels.held_right = torch.from_numpy(right)
-    labels.held_rows = torch.arange(len(group))
+    labels.ranked_joint = torch.from_numpy(joint)
+    labels.ranked_right = torch.from_numpy(right)
+    labels.ranked_rows = torch.arange(len(group))
     both = torch.from_numpy(np.concatenate([group, group]))
     labels.point_label, labels.point_class, labels.point_region = both, both, torch.zeros_like(both)
+    others = np.random.default_rng(len(group))
+    labels.fitted_joint = torch.from_numpy(others.random(len(group)))
+    labels.fitted_right = torch.from_numpy(others.random(len(group)) < 0.95)
     return labels
 
 
@@ -89,6 +110,92 @@ def test_promises_hold_in_every_group(head: TrustHead, by: str, joint: bool) -> 
         assert by == "class" or (failed > 0.5 * delta * draws).all()
 
 
+def drawn_labels(rng: Rng, points: int, fitted: int, error: Array) -> LabelCalibration:
+    """A calibration with scores that are uniform, and labels that are wrong with probability ``error`` at a score."""
+    labels = LabelCalibration(["regions"], 1)
+    joint = [rng.random(count) for count in (points, fitted)]
+    right = [rng.random(len(part)) >= error[(part * len(error)).astype(int)] for part in joint]
+    labels.ranked_joint, labels.fitted_joint = map(torch.from_numpy, joint)
+    labels.ranked_right, labels.fitted_right = map(torch.from_numpy, right)
+    labels.ranked_rows = torch.arange(points)
+    return labels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "error",
+    [np.linspace(0.3, 0.0, 100) ** 2 * 4, np.full(100, 0.0501), np.r_[np.full(50, 0.2), np.full(50, 0.0)]],
+    ids=["falling", "useless", "step"],
+)
+def test_a_sequence_of_tests_keeps_the_risk_and_accepts_more(rng: Rng, error: Array) -> None:
+    """Over many draws: broken with probability delta at most, and often enough to be worth the choice."""
+    draws, points, risk, delta = 300, 2000, 0.05, 0.2
+    above = error[::-1].cumsum()[::-1] / np.arange(len(error), 0, -1)  # risk of the threshold at the foot of each bin
+    broken, shares = 0, np.zeros(2)
+    nobody = np.zeros(0, dtype=np.int64)
+    for _ in range(draws):
+        labels = drawn_labels(rng, points, 500, error)
+        for k, others in enumerate((np.zeros(500, dtype=np.int64), nobody)):
+            threshold = labels.risk_threshold(np.zeros(points, dtype=np.int64), others, risk, delta)
+            shares[k] += max(1.0 - threshold, 0.0) / draws
+            if k == 0 and threshold < 1.0:
+                broken += bool(above[int(threshold * len(error))] > risk)
+    assert broken <= binom.isf(1e-6, draws, delta)
+    if error[0] != error[-1]:
+        assert shares[0] > shares[1] > 0.3
+
+
+def test_groups_that_are_not_known_share_one_threshold(head: TrustHead, fresh: Any, tmp_path: Path) -> None:
+    group = np.arange(2000) % 4
+    table = head.accept_at(risk=0.1, by=group, known=False)
+    assert len({row.threshold for row in table.groups}) == 1
+    assert all(row.error <= 0.1 for row in table.groups)
+    assert str(head.promise).startswith("at most 10 % of the accepted labels of each group are wrong")
+    assert bool(head(fresh[0], logits=fresh[2]).accept.any())  # without groups
+    head.save(tmp_path / "head.safetensors")
+    loaded = TrustHead.load(tmp_path / "head.safetensors")
+    assert torch.equal(loaded(fresh[0], logits=fresh[2]).accept, head(fresh[0], logits=fresh[2]).accept)
+    with pytest.raises(ValueError, match="known=False is for given groups"):
+        head.accept_at(risk=0.1, by="class", known=False)
+    head.accept_at(flag_rate=0.05)
+
+
+def test_a_risk_on_average_accepts_more(head: TrustHead, tmp_path: Path) -> None:
+    kept = head.accept_at(risk=0.02)
+    found = head.accept_at(risk=0.02, average=True)
+    assert found.coverage > kept.coverage
+    assert found.error <= 0.02
+    assert str(head.promise) == "on average at most 2 % of the accepted labels are wrong"
+    head.save(tmp_path / "head.safetensors")
+    assert TrustHead.load(tmp_path / "head.safetensors").promise == head.promise
+    for other in ({"flag_rate": 0.1}, {"risk": 0.1, "by": "class"}):
+        with pytest.raises(ValueError, match="average=True is for a risk over independent points"):
+            head.accept_at(average=True, **other)
+    head.accept_at(flag_rate=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "risk", "delta"),
+    [
+        ([65] * 20, 0.05, 0.05),
+        ([60] * 100, 0.05, 0.05),
+        ([10] * 20, 0.2, 0.2),
+        ([320] * 10, 0.01, 0.05),
+        ([100] * 10, 0.05, 0.05),
+        ([120] * 10 + [3], 0.05, 0.05),
+        ([500, 100, 70, 60, 60, 60], 0.05, 0.05),
+    ],
+)
+def test_groups_share_delta_however_many_there_are(sizes: list[int], risk: float, delta: float) -> None:
+    """The exact probability that useless scores of the risk get a promise in any group is at most delta."""
+    share = promised_delta(np.array(sizes), risk, delta)
+    kept = 1.0
+    for size in sizes:
+        corners = _fewest_points(size, risk, search_level(size, risk, share))
+        kept *= 1.0 - (_chance_to_qualify(corners, risk) if len(corners) else 0.0)
+    assert 1.0 - kept <= delta
+
+
 @pytest.mark.parametrize("by", ["predicted", "region", "class"])
 def test_a_bad_group_is_refused_or_kept_within_the_risk(
     head: TrustHead, fresh: tuple[torch.Tensor, torch.Tensor, torch.Tensor], by: By
@@ -100,7 +207,7 @@ def test_a_bad_group_is_refused_or_kept_within_the_risk(
         table = head.accept_at(risk=risk, delta=0.05, by=by)
     out = head(z, logits=logits)
     keys = {"predicted": out.network_label, "region": out.nearest, "class": y}[by]
-    assert sum(row.points for row in table.groups) == table.points == 1000
+    assert sum(row.points for row in table.groups) == table.points == 1600
     for row in table.groups:
         mine = torch.isin(keys, torch.tensor(row.group))
         accepted = mine & out.accept
@@ -214,7 +321,7 @@ class TestMerging:
         group = rng.integers(0, CLASSES, 500)
         labels = labels_of(group, rng.random(500), rng.random(500) < 0.95)
         with_errors = accept_by_group(labels, head.sepc, 0.1, 0.1, "predicted", True)
-        labels.held_right = torch.ones(500, dtype=torch.bool)
+        labels.ranked_right = torch.ones(500, dtype=torch.bool)
         labels.point_label[:500] = torch.from_numpy(rng.integers(0, CLASSES, 500))
         assert [row.group for row in accept_by_group(labels, head.sepc, 0.1, 0.1, "predicted", True).groups] == [
             row.group for row in with_errors.groups
@@ -269,9 +376,43 @@ class TestLimits:
         assert least_points(0.02, 0.05) <= needed <= 1.3 * least_points(0.02, 0.05)
         assert points_needed(accepted, accepted, 0.02, 0.05) is None
 
+    @pytest.mark.slow
+    def test_more_points_are_needed_if_these_promise_nothing(self) -> None:
+        # In floating point, 49 * (1 / 49) < 1 and 98 * (2 / 98) < 2: rounding down would lose an error.
+        for wrong, points in ((1, 49), (2, 98), (3, 147), (4, 196)):
+            mistakes = np.repeat([True, False, True], [wrong, points - wrong, points])
+            errors, accepted = mistakes.cumsum(), np.arange(1, len(mistakes) + 1)
+            level = search_level(len(mistakes), risk := 0.9 * least_risk(errors, accepted, 0.05), 0.05)
+            for factor in (1.0, 0.95, 0.9):
+                assert (binomial_tail(errors, accepted, factor * risk) > level).all()
+                needed = points_needed(errors, accepted, factor * risk, 0.05)
+                assert needed is not None
+                assert needed > len(mistakes)
+
+    @pytest.mark.parametrize("delta", [1e-300, 1e-30, 1e-3])
+    def test_as_many_points_promise_the_risk(self, delta: float) -> None:
+        needed = points_needed(np.array([7]), np.array([280]), 0.1, delta)
+        assert needed is not None
+        assert needed > least_points(0.1, delta)
+        mistakes = np.arange(round(1.1 * needed)) % 40 == 39
+        assert risk_threshold(torch.zeros(len(mistakes)), torch.from_numpy(~mistakes), 0.1, delta).found
+
     def test_the_warning_names_them(self) -> None:
         rng = np.random.default_rng(6)
         x, y, _ = draw(rng, 200)
         small = TrustHead.fit(x, y, dim=2).calibrate(*draw(rng, 80))
         with pytest.warns(UserWarning, match=r"80 calibration points .* can promise a risk of .* more calib"):
             assert not small.accept_at(risk=0.06).found
+
+
+@pytest.mark.parametrize("by", ["class", "given"])
+def test_a_group_without_a_promise_is_told_what_it_lacks(head: TrustHead, by: str) -> None:
+    """The risk that its points can promise, and about how many more points it needs."""
+    rng = np.random.default_rng(8)
+    other = TrustHead.fit(*draw(rng, 500)[:2], dim=3, normalize=None, reference_points=0).calibrate(*draw(rng, 600))
+    groups: Any = by if by == "class" else np.arange(600) % 5
+    with pytest.warns(UserWarning, match=r"For example, group .* can promise .*; (about \d+ more|more of them)"):
+        table = other.accept_at(risk=0.005, by=groups)
+    assert not table.found
+    assert table.limits.startswith("group ")
+    assert head.accept_at(risk=0.6, by="predicted").limits == ""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sepc_torch import Prediction, TrustHead
-from sepc_torch.head.defaults import default_dim
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.projection import fit_projection
+from sepc_torch.head.reading.defaults import default_dim
+from sepc_torch.head.reading.projection import fit_projection
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -162,6 +162,7 @@ def test_warns_of_classes_too_small_for_the_dimension(rng: Rng) -> None:
         TrustHead.fit(x, y, dim=6)
 
 
+@pytest.mark.slow
 def test_save_and_load(rng: Rng, tmp_path: Path) -> None:
     x, y = embeddings(rng)
     z = torch.from_numpy(x).float()
@@ -176,6 +177,7 @@ def test_save_and_load(rng: Rng, tmp_path: Path) -> None:
         TrustHead.load(tmp_path / "head.safetensors", device=f"cuda:{torch.cuda.device_count()}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_size(rng: Rng, tmp_path: Path) -> None:
     """A module with a head of another size loads the checkpoint with weights_only, including metadata."""
 
@@ -198,19 +200,6 @@ def test_a_checkpoint_of_another_size(rng: Rng, tmp_path: Path) -> None:
     assert same(other(z), model(z))
     assert other.head.classes == [0, 1, 2]
     assert not list(model.head.parameters()), "a head must have no trainable parameters"
-
-
-def test_witnesses_is_a_deprecated_name_of_reference_points(rng: Rng) -> None:
-    x, y = embeddings(rng)
-    z = torch.from_numpy(x[:50]).float()
-    expected = TrustHead.fit(x, y, reference_points=60)
-    assert expected.evidence is not None
-    assert len(expected.evidence.reference_points.codes) <= 60
-    with pytest.warns(DeprecationWarning, match="use reference_points"):
-        found = TrustHead.fit(x, y, witnesses=60)
-    assert same(found(z), expected(z))
-    with pytest.raises(ValueError, match="Pass reference_points only"):
-        TrustHead.fit(x, y, witnesses=60, reference_points=60)
 
 
 def test_half_precision_and_autocast(rng: Rng) -> None:
@@ -286,7 +275,7 @@ def test_a_zero_embedding_has_no_direction(rng: Rng) -> None:
 )
 def test_rejects_invalid_batches(batch: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        TrustHead.fit([batch], encoder=lambda x: {"z": x})  # type: ignore[arg-type,return-value]
+        TrustHead.fit([batch], encoder=lambda x: {"z": x})
 
 
 def test_rejects_invalid_sizes_and_logits(rng: Rng) -> None:
@@ -309,6 +298,7 @@ def test_rejects_invalid_sizes_and_logits(rng: Rng) -> None:
         TrustHead.fit(x[rows], y[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [["a", "b", "c", "d"], [0, 1, 2, 3]])
 def test_a_head_over_a_table(rng: Rng, tmp_path: Path, columns: list[Any]) -> None:
     """The columns are found by name, in any order and among others; a missing one is named."""
@@ -336,3 +326,17 @@ def test_a_graph_needs_a_cuda_device(rng: Rng) -> None:
     head = TrustHead.fit(rng.normal(size=(60, 4)), np.arange(60) % 2, dim=2)
     with pytest.raises(ValueError, match=r"The head is on cpu; .* head\.to\('cuda'\)"):
         head.graphed(8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", ["l2", "standardize", None])
+def test_embeddings_far_from_zero_are_told(rng: Rng, normalize: Any) -> None:
+    """float32 has no digits left for them: half of the features decide, not a single time stamp."""
+    y = np.arange(120) % 3
+    x = rng.normal(size=(120, 5)) + 3.0 * np.eye(3, 5)[y]
+    with pytest.raises(ValueError, match=r"far from zero.*Subtract the mean"):
+        TrustHead.fit(x + 1e8, y, dim=2, normalize=normalize)
+    with pytest.warns(UserWarning, match="Scores are coarse otherwise"):
+        TrustHead.fit(x + 2e6, y, dim=2, normalize=normalize)
+    x[:, 0] += 1e9
+    TrustHead.fit(x, y, dim=2, normalize="standardize")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sepc_torch import TrustHead
-from sepc_torch.head import defaults
-from sepc_torch.head.defaults import default_max_per_class
+from sepc_torch.head.reading import defaults
+from sepc_torch.head.reading.defaults import default_max_per_class
 
 
 def test_the_default_sample_is_the_largest_that_is_allowed(

@@ -14,9 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sepc_torch import SEPC, TrustHead
-from sepc_torch.head import assess, class_search, densities, head_module, neighbours
+from sepc_torch.head import network_labels, trust_head
+from sepc_torch.head.calibration import assess
+from sepc_torch.head.evidence import class_search, densities, neighbours
+from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.projection import Normalize, fit_projection
+from sepc_torch.head.reading.projection import Normalize, fit_projection
+from sepc_torch.head.standard_operators import StandardOperators
 from sepc_torch.model import device_sync
 
 Rng = np.random.Generator
@@ -68,7 +72,7 @@ class TestLogitsThatHoldNaN:
         if make is calibrated:
             assert whole.accept.any()
             assert (out.p_value[missing] == out.p_value.amin()).all()
-            assert (out.strangeness[missing] > out.strangeness[~missing].amax()).all()
+            assert (out.nonconformity[missing] > out.nonconformity[~missing].amax()).all()
 
     def test_together_with_flagged_embeddings(self, rng: Rng) -> None:
         model = calibrated(rng)
@@ -103,7 +107,7 @@ class TestLogitsThatHoldNaN:
         with pytest.raises(ValueError, match="logits hold NaN"):
             calibrated(rng).calibrate(x, labels, holed)  # under every policy
         # A CUDA graph cannot raise while it is recorded: every policy flags.
-        monkeypatch.setattr(head_module, "can_synchronize", lambda _: False)
+        monkeypatch.setattr(trust_head, "can_synchronize", lambda _: False)
         out = model(batch(x), logits=holed)
         assert torch.equal(out.network_label < 0, missing)
         assert not out.accept[missing].any()
@@ -195,7 +199,7 @@ def test_nothing_but_the_partition_synchronises(
             return judge(*args, **options)
 
     monkeypatch.setattr(SEPC, "judge", allowed)
-    for module in (device_sync, assess, class_search, densities, neighbours):
+    for module in (device_sync, assess, class_search, densities, neighbours, network_labels):
         monkeypatch.setattr(module, "readable", lambda _: False)  # as on a CUDA device
     # Call the implementations of the custom operators directly, so that their inner operators are checked too.
     monkeypatch.setattr(neighbours, "class_nearest", class_search._class_nearest)
@@ -219,7 +223,8 @@ class TestWarmup:
         seen: list[tuple[int, bool]] = []
         forward = TrustHead.forward
 
-        def spy(self: TrustHead, z: Tensor, logits: Tensor | None = None) -> HeadPrediction:
+        def spy(self: TrustHead, z: Tensor, logits: Tensor | None = None, layers: None = None) -> HeadPrediction:
+            assert layers is None
             assert z.dtype == torch.float64
             assert not torch.is_grad_enabled()
             seen.append((len(z), logits is not None))
@@ -234,6 +239,7 @@ class TestWarmup:
         assert [size for size, _ in seen] == [1, 1, 4096, 4096]
         assert torch.equal(torch.get_rng_state(), state), "the global random state must not change"
 
+    @pytest.mark.slow
     def test_changes_nothing(self, rng: Rng) -> None:
         for model in (fit(rng, nan_policy="raise"), calibrated(rng), fit(rng, reference_points=0)):
             z = batch(draw(rng, 40)[0])
@@ -286,3 +292,49 @@ def test_logits_without_a_single_maximum(rng: Rng) -> None:
         judge(z, logits=logits)
     with pytest.raises(ValueError, match="Drop those rows"):
         judge.calibrate(train[:40] + 1.0, labels[:40], np.full((40, 3), -np.inf))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tied_logits_are_never_accepted(rng: Rng, dtype: torch.dtype) -> None:
+    """A row whose largest logit is not unique has no label, in every batch, dtype and graph; it raises no error."""
+    labels = np.arange(300) % 3
+    train = rng.normal(size=(300, 6)) + 3.0 * np.eye(3, 6)[labels]
+    held = train + rng.normal(size=train.shape)
+    logits = torch.from_numpy(held[:, :3]).round().to(dtype)  # many ties
+    logits[:2], logits[2, 0] = 0.0, -torch.inf
+    judge = TrustHead.fit(train, labels, normalize=None).calibrate(held, labels, logits)
+    judge.accept_at(flag_rate=0.5)
+    z, tied = torch.from_numpy(held).float(), (logits == logits.amax(dim=1, keepdim=True)).sum(dim=1) > 1
+    assert 10 < int(tied.sum()) < 150
+    one = HeadPrediction(*map(torch.cat, zip(*(judge(z[[i]], logits=logits[[i]]) for i in range(40)), strict=True)))
+    with StandardOperators():
+        standard = judge(z, logits=logits)
+    for out in (judge(z, logits=logits), one, standard, judge.judge(held, logits)):
+        assert torch.equal(out.network_label < 0, tied[: len(out.label)])
+        assert out.accept.any()
+        assert not (out.accept & tied[: len(out.label)]).any()
+    refused = judge.explain(held[0], logits=logits[0])
+    assert isinstance(refused, DecisionExplanation)
+    assert refused.sentence.startswith("Refused: there is no prediction")
+
+
+@pytest.mark.slow
+def test_tied_logits_of_calibration_points_keep_the_promises(rng: Rng) -> None:
+    """Rows with tied logits are wrong, and as strange as new rows with tied logits: p-values stay valid."""
+    labels = np.arange(600) % 3
+    z = rng.normal(size=(1200, 6)) + 3.0 * np.eye(3, 6)[np.tile(labels, 2)]
+    judge = TrustHead.fit(z[:600], labels, normalize=None)
+    logits = z[600:, :3].copy()
+    tied = rng.random(600) < 0.3
+    logits[tied] = 0.0
+    judge.calibrate(z[600:], labels, logits)
+    assert judge.calibration is not None
+    network = judge.calibration.network
+    assert not network.ranked_right[torch.from_numpy(tied)[network.ranked_rows]].any()
+    out = judge.judge(z[600:], logits)
+    share = tied[network.ranked_rows.numpy()].mean()
+    assert float(out.p_value[torch.from_numpy(tied)].min()) >= share
+    judge.accept_at(flag_rate=0.5)
+    refused = ~judge.judge(z[600:], logits).accept.numpy()[network.ranked_rows.numpy()]
+    assert refused.mean() <= 0.5

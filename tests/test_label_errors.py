@@ -11,8 +11,7 @@ from scipy.special import log_softmax
 from sklearn.datasets import load_digits
 
 from sepc_torch import suspicious_labels
-from sepc_torch.head.label_errors import _asinh_odds, _log_share, _stratified, _without
-from sepc_torch.head.ridge import ridge_shares
+from sepc_torch.head.label_errors import _asinh_odds, _log_share, _stratified, _without, ridge_shares
 from sepc_torch.metrics import unknown_auroc
 from sepc_torch.shapes import Array
 

@@ -47,6 +47,7 @@ def three_clouds(rng: np.random.Generator, dim: int = 3) -> tuple[Array, Array]:
     return rng.normal(size=(150, dim)) + np.array([0.0, 1.5, 40.0])[y, None], y
 
 
+@pytest.mark.slow
 def test_ratios_do_not_depend_on_coordinates(rng: np.random.Generator) -> None:
     x, y = three_clouds(rng)
     matrix = rng.normal(size=(3, 3)) + 3 * np.eye(3)
@@ -150,6 +151,7 @@ def test_labels_may_be_booleans(planted: tuple[Array, list[str], Array]) -> None
     assert (found.predicted, found.true) == (True, (False,))
 
 
+@pytest.mark.slow
 def test_a_new_partition_gives_small_disjuncts_their_own_ellipsoids(planted: tuple[Array, list[str], Array]) -> None:
     x, y, cluster = planted
     everything, labels = np.concatenate([x, cluster]), y + ["a storm"] * 8
@@ -239,6 +241,7 @@ def test_str_is_a_table_of_classes_and_one_of_disjuncts(planted: tuple[Array, li
     assert "calm" in disjuncts
 
 
+@pytest.mark.slow
 def test_str_includes_pairs_for_more_than_two_classes(rng: np.random.Generator) -> None:
     x, y = three_clouds(rng)
     found = landscape(x, np.array(["red", "green", "blue"])[y])

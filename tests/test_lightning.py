@@ -16,14 +16,26 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_parts import CLASSES, FEATURES, FIT, Net, blobs, fitted, loader, monitor, quiet_trainer, same_tables
+from lightning_parts import (
+    CLASSES,
+    FEATURES,
+    FIT,
+    Net,
+    blobs,
+    fitted,
+    loader,
+    messages,
+    monitor,
+    quiet_trainer,
+    same_tables,
+)
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from sepc_torch import SEPC, LabelPool, PoolDataModule, TrustHead, TrustMonitor
 from sepc_torch.metrics import aurc
 from sepc_torch.training.lightning import MisconfigurationException, stage_results
-from sepc_torch.training.lightning.stage_results import Batch, Recorder, assessed_rows
+from sepc_torch.training.lightning.stage_results import Recorder, assessed_rows
 
 Rng = np.random.Generator
 
@@ -31,10 +43,12 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
     # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TrustMonitor. the head is not calibrated:UserWarning"),  # few samples are fast
 ]
 
 
 class TestStages:
+    @pytest.mark.slow
     def test_every_stage(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path, flag_rate=0.3)
         assert watch.n_refits == 2
@@ -61,6 +75,7 @@ class TestStages:
         assert set(flagged.ids) == {i for i, r in zip(table.ids, table["reason"], strict=True) if r}
         assert 0 < len(flagged) < 61
 
+    @pytest.mark.slow
     def test_numbers_can_be_monitored(self, tmp_path: Path) -> None:
         saver = ModelCheckpoint(tmp_path, monitor="trust/val_aurc", save_top_k=1)
         stop = EarlyStopping("trust/val_acc_at_80", mode="max", patience=1, min_delta=2.0)  # no epoch improves by 2
@@ -86,6 +101,7 @@ class TestStages:
         assert numbers["trust/head_age_steps"] == 0
         assert numbers["trust/cost"] > 0
 
+    @pytest.mark.slow
     def test_a_checkpoint_by_aurc_is_not_of_the_untrained_network(self, tmp_path: Path) -> None:
         """The head's own labels are good from the start, but the network's are not."""
 
@@ -108,6 +124,7 @@ class TestStages:
         assert "trust/val_aurc" not in run.callback_metrics, "this name is only for the network's labels"
         assert math.isfinite(run.callback_metrics["trust/head_val_aurc"])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "trainer", "options"),
         [
@@ -126,6 +143,21 @@ class TestStages:
         run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
         assert run.current_epoch == 2
         assert math.isfinite(float(stop.best_score))
+
+    def test_validation_samples_of_unknown_classes_are_no_mistakes(self, tmp_path: Path, caplog: Any) -> None:
+        x, y = blobs(90, 1).tensors
+        unknown = torch.arange(90) >= 61
+        watch, model = monitor(), Net()
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=1)
+        with messages(caplog):
+            run.fit(model, loader(blobs(150)), loader(TensorDataset(x, torch.where(unknown, -1, y))))
+        table = watch.scores["val"]
+        measured = table.where(~table.columns["calibrates"])
+        target = measured.columns["target"]
+        right = measured.columns["network_label"] == target
+        assert run.callback_metrics["trust/val_acc"] == pytest.approx(float(right[target >= 0].double().mean()))
+        assert run.callback_metrics["trust/val_unknown"] == (target < 0).sum() > 0
+        assert caplog.text.count("have negative labels, which stand for unknown classes") == 1
 
     @pytest.mark.parametrize("name", ["trust/val_aurc", "trust/pool_accepted", "trust/cost"])
     def test_a_first_fit_that_fails_does_not_end_training(self, tmp_path: Path, name: str) -> None:
@@ -146,16 +178,15 @@ class TestStages:
         assert run.current_epoch == 2
         assert math.isfinite(run.callback_metrics[name])
 
-    def test_an_epoch_without_flags(self, tmp_path: Path) -> None:
-        """20 samples are too few to calibrate with: the deprecated criteria decide."""
+    def test_a_head_that_is_not_calibrated_flags_a_share(self, tmp_path: Path) -> None:
+        """20 samples are too few to calibrate with: the least safe one is flagged."""
         stop = EarlyStopping("trust/val_acc_accepted", mode="max", patience=20)
-        with pytest.warns(DeprecationWarning, match="applies only while the head is not calibrated"):
-            watch = monitor(threshold=1e-9, min_margin=0.0, novel_distance=1e9, reasons=("novel", "ambiguous"))
+        watch = monitor()
         run = quiet_trainer(watch, stop, folder=tmp_path)
         run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
-        assert len(watch.flagged["val"]) == 0
+        assert len(watch.flagged["val"]) == 1
         assert run.current_epoch == 2
-        assert run.callback_metrics["trust/val_accepted"] == 1
+        assert float(run.callback_metrics["trust/val_accepted"]) == pytest.approx(0.95)
 
     @pytest.mark.parametrize("named", [False, True])
     def test_a_forward_of_several_arguments(self, tmp_path: Path, named: bool) -> None:
@@ -183,9 +214,9 @@ class TestStages:
         assert len(watch.scores["val"]) == 90
 
     def test_the_networks_labels_are_judged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level("INFO", "sepc_torch"):
+        with messages(caplog):
             watch, model, _ = fitted(tmp_path)
-        said = [record.getMessage() for record in caplog.records if record.name.startswith("sepc_torch")]
+        said = [record.getMessage() for record in caplog.records if record.name == "lightning.pytorch.trust_monitor"]
         assert said[:-1] == [
             "TrustMonitor: the network's logits are the output of the module's forward; logits= decides otherwise."
         ]
@@ -200,6 +231,48 @@ class TestStages:
         named = monitor(head=watch.head, logits="classifier")
         quiet_trainer(named, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
         assert same_tables(named.scores["val"], table)
+
+    def test_the_embedding_is_found(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The input of the last linear layer is the output of the backbone: both monitors judge alike."""
+        watches = [monitor(embed="auto"), monitor(prefix="named")]
+        with messages(caplog):
+            model = Net()
+            run = quiet_trainer(*watches, folder=tmp_path, max_epochs=1)
+            run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
+        assert "the embedding is the input of the submodule 'classifier'; embed= decides otherwise." in caplog.text
+        assert same_tables(*(watch.scores["val"] for watch in watches))
+        again = copy.deepcopy(watches[0])
+        quiet_trainer(again, folder=tmp_path).validate(model, loader(blobs(61, 1)), verbose=False)
+        assert same_tables(again.scores["val"], watches[0].scores["val"])
+
+    def test_logits_before_a_softmax(self, tmp_path: Path) -> None:
+        class Probabilities(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x).softmax(dim=1)
+
+        watch = monitor(embed="auto")
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=1)
+        run.fit(Probabilities(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch._captures["logits"].source == "classifier"
+
+    def test_the_embedding_of_maps_is_their_mean(self, tmp_path: Path) -> None:
+        class Maps(Net):
+            """Classifies every position by a convolution, and averages the logits."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.backbone, self.classifier = nn.Conv2d(2, 6, 1), nn.Conv2d(6, CLASSES, 1)  # type: ignore[assignment]
+
+            def forward(self, x: Tensor) -> Tensor:
+                maps = self.backbone(x.view(-1, 2, 2, 2)).relu()
+                return self.classifier(maps).mean(dim=(2, 3))
+
+        watch = monitor(embed="auto")
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=1)
+        run.fit(Maps(), loader(blobs(150)), loader(blobs(61, 1)))
+        assert watch.head is not None
+        assert watch.head.in_features == 6
+        assert watch._captures["logits"].source == ""
 
     def test_logits_are_found_beside_the_embedding(self, tmp_path: Path) -> None:
         """The step runs the layers itself, and forward returns something else."""
@@ -253,18 +326,31 @@ class TestStages:
         head = watch.head
         assert isinstance(head, TrustHead)
         assert head.calibration is not None
-        assert len(head.calibration.network.held_joint) == 30, "half of the 60 samples are ranked"
+        assert len(head.calibration.network.ranked_joint) == 30, "half of the 60 samples are ranked"
 
-    def test_too_few_samples_to_calibrate(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_too_few_samples_to_calibrate(self, tmp_path: Path) -> None:
         watch = monitor(flag_rate=0.2)
-        with caplog.at_level("INFO", "sepc_torch"):
+        with pytest.warns(UserWarning, match="fewer than 20 labelled samples can be used") as warned:
             quiet_trainer(watch, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
-        said = [record.getMessage() for record in caplog.records if "not calibrated" in record.getMessage()]
-        assert len(said) == 1, "once, though the head is fitted twice"
+        assert sum("not calibrated" in str(each.message) for each in warned) == 1, "once, though it is fitted twice"
         assert "joint" not in watch.scores["val"].columns
         assert len(watch.flagged["val"]) == math.ceil(0.2 * 20)
         assert all(watch.flagged["val"]["reason"])
         assert watch.stop_at(error=0.5) == (False, 1.0, 0, 0), "flags without calibration promise nothing"
+
+    @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+    def test_without_validation_a_warning_says_that_nothing_is_promised(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """No batch was searched for logits yet, so nothing is said about them."""
+        watch, model = monitor(), Net()
+        trainer = quiet_trainer(watch, folder=tmp_path, max_epochs=1)
+        with messages(caplog), pytest.warns(UserWarning, match="there is no validation loader; flags promise no"):
+            trainer.fit(model, loader(blobs(60)))
+        assert "no logits" not in caplog.text
+        assert "of the training's time" in caplog.text
+        trainer.predict(model, loader(blobs(30, 1)), return_predictions=False)
+        assert "network_label" in watch.scores["predict"].columns
 
     def test_an_embedding_may_be_a_function(self, tmp_path: Path) -> None:
         by_name, model, _ = fitted(tmp_path)
@@ -331,6 +417,7 @@ class TestStages:
         targets = dict(zip(table.ids, table["target"], strict=True))
         assert all(targets[f"{i:02d}.png"] == i % CLASSES for i in range(40))
 
+    @pytest.mark.slow
     def test_broken_embeddings_are_flagged_and_counted(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path)
         x, y = blobs(10, 4).tensors
@@ -342,6 +429,7 @@ class TestStages:
         assert row["label"] == [None]
         assert run.callback_metrics["trust/test_nonfinite"] == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
     def test_precision(self, tmp_path: Path, precision: str) -> None:
         watch, _, _ = fitted(tmp_path, trainer={"precision": precision})
@@ -351,6 +439,7 @@ class TestStages:
 
 
 class TestFiles:
+    @pytest.mark.slow
     def test_one_file_per_stage_and_refit(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path, dirpath=tmp_path / "flags", flag_rate=0.3)
         run.test(model, loader(blobs(30, 2)), verbose=False)
@@ -368,11 +457,10 @@ class TestFiles:
         assert watch.n_refits == 1
         assert not (tmp_path / "flags").exists()
 
+    @pytest.mark.slow
     def test_on_flag_receives_the_flagged_samples(self, tmp_path: Path) -> None:
         got: list[tuple[str, int]] = []
-        with pytest.warns(DeprecationWarning, match="flag_fraction is deprecated; use flag_rate"):
-            watch = monitor(on_flag=lambda _, stage, table: got.append((stage, len(table))), flag_fraction=0.1)
-        assert watch.flag_rate == 0.1
+        watch = monitor(on_flag=lambda _, stage, table: got.append((stage, len(table))), flag_rate=0.1)
         run = quiet_trainer(watch, folder=tmp_path)
         run.fit(Net(), loader(blobs(150)), loader(blobs(20, 1)))
         assert got == [("val", 2), ("val", 2)]
@@ -386,22 +474,23 @@ class TestFiles:
     def test_batches_judged_together_are_those_judged_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, y = blobs(150).tensors
         head, calls = TrustHead.fit(x, y, progress=False, **FIT), []
-        batches = [  # the last batches have no logits or no targets, the fourth is empty
-            Batch(list(range(i, j)), x[i:j], x[i:j, :CLASSES] if i < 60 else None, y[i:j] if i < 80 else None)
-            for i, j in [(0, 16), (16, 32), (32, 48), (48, 48), (48, 60), (60, 80), (80, 90)]
-        ]
+        # The last batches have no logits or no targets, the fourth is empty.
+        batches: list[tuple[list[int], dict[str, Tensor]]] = []
+        for i, j in [(0, 16), (16, 32), (32, 48), (48, 48), (48, 60), (60, 80), (80, 90)]:
+            columns = {"emb": x[i:j]} | ({"logits": x[i:j, :CLASSES]} if i < 60 else {})
+            batches.append((list(range(i, j)), columns | ({"target": y[i:j]} if i < 80 else {})))
 
         def counted(*args: Any, **options: Any) -> Any:
-            calls.append(len(args[1]))
+            calls.append(len(args[1]["emb"]))
             return assessed_rows(*args, **options)
 
         monkeypatch.setattr(stage_results, "assessed_rows", counted)
         together, alone = Recorder(), Recorder()
         for batch in batches:
-            together.add(head, batch)
-            alone.add(head, batch)
-            alone.judge(head)
-        together.judge(head)
+            together.add(head, *batch)
+            alone.add(head, *batch)
+            alone.flush(head)
+        together.flush(head)
         assert [size for size in calls if size > 20] == [60]
         assert [len(part["id"]) for part in together.parts] == [60, 20, 10]
         for name in together.parts[0]:
@@ -411,16 +500,13 @@ class TestFiles:
         monkeypatch.setattr(stage_results, "_WAITING_VALUES", 30 * (FEATURES + CLASSES))
         several = Recorder()
         for batch in batches:
-            several.add(head, batch)
+            several.add(head, *batch)
         assert [len(part["id"]) for part in several.parts] == [32, 28, 20]
 
-    @pytest.mark.parametrize("name", ["max_per_class", "max_fit_per_class"])
-    def test_the_limit_of_a_fit_is_an_option_of_the_fit(self, name: str) -> None:
+    def test_the_limit_of_a_fit_is_an_option_of_the_fit(self) -> None:
         assert (monitor().max_per_class, monitor(fit=TrustHead.fit).max_per_class) == (100, 100)
         assert monitor(fit={"max_per_class": 30}).max_per_class == 30
         assert monitor(fit={"max_per_class": None}).max_per_class is None
-        with pytest.warns(DeprecationWarning, match=rf"{name} is deprecated; use fit=\{{'max_per_class': \.\.\.\}} or"):
-            assert monitor(**{name: 7}).max_per_class == 7
 
     def test_barebones(self, tmp_path: Path) -> None:
         watch = monitor()
@@ -430,6 +516,7 @@ class TestFiles:
 
 
 class TestHooks:
+    @pytest.mark.slow
     def test_hooks_are_removed(self, tmp_path: Path) -> None:
         _watch, model, run = fitted(tmp_path, logits="")
         run.validate(model, loader(blobs(30, 2)), verbose=False)
@@ -447,11 +534,12 @@ class TestHooks:
         assert not broken.backbone._forward_hooks
 
     @pytest.mark.slow
-    def test_a_compiled_module_is_captured_in_every_batch(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("embed", ["auto", "backbone"])
+    def test_a_compiled_module_is_captured_in_every_batch(self, tmp_path: Path, embed: str) -> None:
         torch._dynamo.reset()
         model = Net()
-        model.backbone.compile(backend="eager")
-        watch = monitor()
+        (model.backbone if embed == "backbone" else model).compile(backend="eager")
+        watch = monitor(embed=embed)
         quiet_trainer(watch, folder=tmp_path).fit(model, loader(blobs(150)), loader(blobs(61, 1)))
         assert len(watch.scores["val"]) == 61
 
@@ -488,13 +576,14 @@ class TestHooks:
             watch = monitor()
             L.Trainer(callbacks=callbacks(watch), **quiet).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
             assert len(watch.scores["val"]) == 61
-        with pytest.raises(lightning_fabric.utilities.exceptions.MisconfigurationException, match="any more: files"):
-            monitor(file_format="xml")
+        with pytest.raises(lightning_fabric.utilities.exceptions.MisconfigurationException, match="non-empty string"):
+            monitor(prefix="")
         data: Any = PoolDataModule(LabelPool(blobs(150), labelled=range(90)), val=blobs(20, 1), batch_size=16)
         assert isinstance(data, pytorch_lightning.LightningDataModule)
         either: Any = monitor()
         pytorch_lightning.Trainer(callbacks=either, **quiet).fit(Plain(), datamodule=data)
 
+    @pytest.mark.slow
     def test_two_monitors(self, tmp_path: Path) -> None:
         a, b = monitor(), TrustMonitor("classifier", fit={"dim": 2}, prefix="late")
         run = quiet_trainer(a, b, folder=tmp_path)
@@ -503,6 +592,7 @@ class TestHooks:
         with pytest.raises(RuntimeError, match="more than one"):
             quiet_trainer(monitor(), monitor(), folder=tmp_path)
 
+    @pytest.mark.slow
     def test_copy_and_pickle(self, tmp_path: Path) -> None:
         watch, _, _ = fitted(tmp_path, on_flag=lambda *_: None, pool=blobs(20, 3))
         copied = copy.deepcopy(watch)

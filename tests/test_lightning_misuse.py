@@ -11,12 +11,15 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import pytest
-from lightning_parts import Net, blobs, fitted, loader, monitor, quiet_trainer
+import torch
+from lightning_parts import CLASSES, FEATURES, Net, blobs, fitted, loader, monitor, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from sepc_torch import TrustMonitor
+from sepc_torch.head.network import Places
 from sepc_torch.training.lightning import MisconfigurationException
+from sepc_torch.training.lightning.hooks import LogitsFinder
 
 Rng = np.random.Generator
 
@@ -24,6 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
     # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TrustMonitor. the head is not calibrated:UserWarning"),  # few samples are fast
 ]
 
 
@@ -39,6 +43,11 @@ def returns_a_tuple(module: Any, batch: Any) -> Any:
 def float_labels() -> TensorDataset:
     x, y = blobs(60).tensors
     return TensorDataset(x, y.float())
+
+
+def several_labels() -> TensorDataset:
+    x, y = blobs(60).tensors
+    return TensorDataset(x, torch.stack([y, 1 - y], dim=1))
 
 
 def longer_every_time(module: Any, batch: Any) -> Tensor:
@@ -63,31 +72,16 @@ class TestMisuse:
             ({"embed": 3}, "name of a submodule or a function"),
             ({"head": "sepc"}, "SEPC or a TrustHead"),
             ({"fit": 3}, "options of TrustHead.fit as a dictionary"),
-            ({"threshold": 1.5}, "threshold must lie strictly between 0 and 1"),
-            ({"threshold": None}, "threshold must be a number"),
-            ({"flag_fraction": 0.0}, "flag_rate must lie between 0 and 1"),
             ({"flag_rate": 1.0}, "flag_rate must lie between 0 and 1"),
             ({"flag_rate": "0.5"}, "flag_rate must be a number"),
             ({"risk": 2}, "risk must lie between 0 and 1"),
             ({"max_cost": 0}, "max_cost must be a number above 0"),
             ({"calibrate": 3}, "calibrate must be an indexable data set"),
             ({"logits": True}, "logits must be the name of a submodule or a function"),
-            ({"reasons": ("strange",)}, "one or more of no prediction, novel, disagrees, ambiguous"),
             ({"refit_every_n_epochs": -1}, "refit_every_n_epochs must be an integer of at least 0"),
             ({"fit": {"max_per_class": 0}}, "max_per_class must be an integer of at least 1"),
-            ({"stages": ("train",)}, "no argument 'stages' any more: every stage is recorded"),
-            ({"file_format": "xml"}, "no argument 'file_format' any more: files are CSV"),
-            ({"refit_errors": "ignore"}, "no argument 'refit_errors' any more"),
-            ({"max_pool": 3}, "set the attribute max_pool"),
             ({"inputs": 3}, "inputs must be a function"),
-            ({"novel_distance": 0.5}, "novel_distance at least 1"),
             ({"dirpath": __file__}, "is a file; name a folder"),
-            ({"threshold": "0.5"}, "threshold must be a number; got '0.5'"),
-            ({"min_margin": None}, "min_margin must be a number"),
-            ({"min_margin": math.nan}, "min_margin must be at least 0"),
-            ({"novel_distance": math.nan}, "novel_distance at least 1"),
-            ({"reasons": None}, "reasons must be a tuple of names"),
-            ({"reasons": 3}, "reasons must be a tuple of names"),
             ({"dirpath": 3}, "dirpath must be a path"),
             ({"dirpath": b"x"}, "dirpath must be a path"),
             ({"prefix": ""}, "prefix must be a non-empty string"),
@@ -98,7 +92,6 @@ class TestMisuse:
             ({"fit": {"bogus": 1}}, "fit has the unknown options 'bogus'; TrustHead.fit accepts 'dim'"),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
     def test_invalid_arguments(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(MisconfigurationException, match=message):
             # Unwrapped, so that beartype does not reject the argument first.
@@ -119,6 +112,18 @@ class TestMisuse:
             (TrustMonitor("backbone", labels=lambda b: b[0]), None, None, r"tensor \(batch,\) of integers"),
             (TrustMonitor("backbone", labels=lambda b: None), None, None, "label per sample; found none"),
             (TrustMonitor("backbone", fit_data=float_labels()), None, None, r"found torch.float32.*batch\[1\].long"),
+            (
+                TrustMonitor("backbone", fit_data=several_labels()),
+                None,
+                None,
+                r"found torch.int64 of shape \(60, 2\). Labels are one class per sample.* one monitor for each of them",
+            ),
+            (
+                TrustMonitor("backbone", labels=lambda b: nn.functional.one_hot(b[1])),
+                None,
+                None,
+                r"Labels are one class per sample.*batch\['label'\].argmax\(dim=1\)",
+            ),
             (
                 TrustMonitor("backbone", inputs=lambda b: (b[0], b[1])),
                 None,
@@ -157,6 +162,32 @@ class TestMisuse:
             )
         assert not model.backbone._forward_hooks
 
+    @pytest.mark.slow
+    def test_one_monitor_for_each_of_several_labels(self, tmp_path: Path) -> None:
+        """The remedy that the error message of several labels names."""
+
+        class Several(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                return nn.functional.binary_cross_entropy_with_logits(self(batch[0])[:, :2], batch[1].float())
+
+        def watch(label: int) -> TrustMonitor:
+            return monitor(
+                labels=lambda batch: batch[1][:, label].long(),
+                logits=lambda module, batch: module(batch[0])[:, [label]],
+                prefix=f"trust_{label}",
+            )
+
+        x, y = blobs(150).tensors
+        held, other = blobs(61, 1).tensors
+        train, val = (TensorDataset(a, torch.stack([b == 0, b != 2], dim=1).long()) for a, b in ((x, y), (held, other)))
+        both = [watch(0), watch(1)]
+        run = quiet_trainer(*both, folder=tmp_path, max_epochs=1)
+        run.fit(Several(), loader(train), loader(val))
+        for label, each in enumerate(both):
+            table = each.scores["val"]
+            assert torch.equal(table.columns["target"], val.tensors[1][torch.tensor(table.ids), label])
+            assert math.isfinite(run.callback_metrics[f"trust_{label}/val_aurc"])
+
     def test_a_submodule_that_does_not_run(self, tmp_path: Path) -> None:
         class Idle(Net):
             def __init__(self) -> None:
@@ -167,8 +198,8 @@ class TestMisuse:
             quiet_trainer(TrustMonitor("idle"), folder=tmp_path).fit(Idle(), loader(blobs(150)), loader(blobs(61, 1)))
 
     def test_an_unknown_argument(self) -> None:
-        with pytest.raises(TypeError, match="unexpected argument 'flag_rates'"):
-            TrustMonitor("backbone", flag_rates=0.1)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'flag_rates'"):
+            TrustMonitor("backbone", flag_rates=0.1)  # type: ignore[call-arg]
 
     def test_no_forward(self, tmp_path: Path) -> None:
         class Stepwise(L.LightningModule):
@@ -238,3 +269,25 @@ class TestMisuse:
         run = quiet_trainer(monitor(), folder=tmp_path, strategy=FSDPStrategy(device="cpu"), devices="auto")
         with pytest.raises(MisconfigurationException, match="FSDPStrategy shards its weights"):
             run.fit(Net(), loader(blobs(30)), loader(blobs(30, 1)))
+
+
+def test_a_module_without_a_linear_layer_must_name_its_embedding(tmp_path: Path) -> None:
+    class Normalised(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Sequential(nn.BatchNorm1d(FEATURES))
+            self.classifier = nn.BatchNorm1d(FEATURES)  # type: ignore[assignment]
+
+    run = quiet_trainer(TrustMonitor(), folder=tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"No linear layer was found.*TrustMonitor\('backbone'\)"):
+        run.fit(Normalised(), loader(blobs(30)), loader(blobs(30, 1)))
+
+
+def test_the_message_about_missing_logits_names_a_layer_of_the_module() -> None:
+    finder = LogitsFinder("trust")
+    finder.attach(Net(), Places("classifier"))
+    finder.classes = CLASSES
+    assert "logits='classifier'" in finder.finding
+    finder.classes = CLASSES + 1  # no layer has as many outputs
+    assert "logits=lambda module, batch: ..." in finder.finding
+    finder.detach()

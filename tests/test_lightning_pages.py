@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_parts import Net, blobs, drifted, loader, monitor, quiet_trainer
+from torch.utils.data import TensorDataset
 
 from sepc_torch import DriftMonitor, TrustHead, TrustMonitor
 from sepc_torch.training.lightning import MisconfigurationException
@@ -24,7 +25,10 @@ FIGURES = ("risk_coverage", "reliability", "embedding")
 STEPS = (10, 20)
 
 # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
-pytestmark = pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TrustMonitor. the head is not calibrated:UserWarning"),  # few samples are fast
+]
 
 
 class Run(NamedTuple):
@@ -125,7 +129,8 @@ class TestDrift:
         assert found is not None
         assert (found.seen, found.alarm) == (120, False)
         with torch.no_grad():
-            z = run.model.eval().backbone(blobs(120, 1).tensors[0])
+            order = torch.randperm(120, generator=torch.Generator().manual_seed(0))
+            z = run.model.eval().backbone(blobs(120, 1).tensors[0][order])
             alone = DriftMonitor(head).update(z, run.model.classifier(z))
         assert found.p_value == pytest.approx(alone.p_value, rel=1e-3)
         logger.save()
@@ -134,10 +139,22 @@ class TestDrift:
         assert float(logged["trust/drift"]) == 0.0
         assert float(logged["trust/drift_p_value"]) == pytest.approx(found.p_value)
 
+    def test_the_order_of_a_data_set_means_nothing(self, tmp_path: Path) -> None:
+        """Folders of pictures are sorted by class: the same samples must not raise an alarm for that."""
+        x, y = blobs(300, 1).tensors
+        head = TrustHead.fit(*blobs(150).tensors, dim=4, progress=False).calibrate(*blobs(400, 2).tensors)
+        by_class = y.argsort()
+        assert DriftMonitor(head).update(x[by_class]).alarm
+        watch = TrustMonitor(lambda module, batch: batch[0], head=head, logits=False)
+        data = TensorDataset(x[by_class], y[by_class])
+        quiet_trainer(watch, folder=tmp_path).predict(Net(), loader(data), return_predictions=False)
+        assert watch.drift is not None
+        assert (watch.drift.seen, watch.drift.alarm) == (300, False)
+
     @pytest.mark.slow
     def test_an_alarm_warns(self, run: Run) -> None:
         with pytest.warns(
-            UserWarning, match=r"The stream has drifted \(p = .* after 150 points\). print\(monitor.drift"
+            UserWarning, match=r"The stream has drifted \(alarm .*; p = .* after 150 points\). print\(monitor.drift"
         ):
             run.trainer.predict(run.model, loader(drifted(150)), return_predictions=False)
         assert run.watch.drift is not None

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
     # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TrustMonitor. the head is not calibrated:UserWarning"),  # few samples are fast
 ]
 
 
@@ -64,11 +65,67 @@ class TestPool:
         assert watch.query(8) == []
         assert len(pool.pool_ids) == 0
 
+    @pytest.mark.slow
+    def test_the_end_of_a_fit_scores_the_pool_once(self, tmp_path: Path) -> None:
+        steps: list[int] = []
+        pool = LabelPool(blobs(90), labelled=range(60))
+        watch = monitor(on_flag=lambda run, stage, _: steps.append(run.global_step) if stage == "pool" else None)
+        run = quiet_trainer(watch, folder=tmp_path, max_epochs=3)
+        run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(20, 1), batch_size=16))
+        assert watch.n_refits == 3
+        assert steps == [run.global_step]
+        watch.query(3)
+        assert len(steps) == 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("max_cost", [None, 1e-9])
+    def test_a_query_during_a_fit_scores_the_pool_with_the_current_weights(
+        self, tmp_path: Path, max_cost: float | None
+    ) -> None:
+        pool = LabelPool(blobs(90), labelled=range(60))
+        refits: list[int] = []
+
+        class Ask(L.Callback):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                if trainer.current_epoch != 1:
+                    return
+                assert watch.query(3) == watch.query(3)
+                assert watch.fit_step == trainer.global_step
+                refits.append(watch.n_refits)
+                rows = watch._pool_scores.rows
+                assert rows is not None
+                x = torch.stack([pool.dataset[i][0] for i in rows["id"].tolist()])
+                with torch.no_grad():
+                    assert torch.allclose(rows["emb"], pl_module.eval().backbone(x), atol=1e-5)
+                pl_module.train()
+
+        watch = monitor(refit_every_n_epochs=100, max_cost=max_cost)
+        run = quiet_trainer(watch, Ask(), folder=tmp_path, max_epochs=3)
+        run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        first = 0 if max_cost else 1  # the first validation waits for the budget
+        assert refits == [first + 1]
+        assert watch.n_refits == first + 2
+        assert watch._fitting is None
+
+    def test_an_early_stop_scores_the_pool(self, tmp_path: Path) -> None:
+        class Halt(L.Callback):
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                trainer.should_stop = True
+
+        pool = LabelPool(blobs(90), labelled=range(60))
+        watch = monitor()
+        run = quiet_trainer(watch, Halt(), folder=tmp_path, max_epochs=3)
+        run.fit(Net(), datamodule=PoolDataModule(pool, val=blobs(61, 1), batch_size=16))
+        assert run.current_epoch == 1
+        assert watch._pool_scores.step == run.global_step
+        assert len(watch.query(3)) == 3
+
     def test_nothing_labelled(self, tmp_path: Path) -> None:
         data = PoolDataModule(LabelPool(blobs(30)), val=blobs(20, 1), batch_size=16)
         with pytest.raises(MisconfigurationException, match="The pool has no labelled samples"):
             quiet_trainer(monitor(), folder=tmp_path).fit(Net(), datamodule=data)
 
+    @pytest.mark.slow
     def test_no_pool(self, tmp_path: Path) -> None:
         watch, _, _ = fitted(tmp_path)
         with pytest.raises(MisconfigurationException, match="no scores of a pool"):
@@ -76,6 +133,7 @@ class TestPool:
         with pytest.raises(MisconfigurationException, match="no labelled validation samples to bound"):
             monitor().stop_at(error=0.1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("left", [0, 1, 3])
     def test_small_pools(self, tmp_path: Path, left: int) -> None:
         pool = LabelPool(blobs(90), labelled=range(90 - left))
@@ -141,6 +199,7 @@ class TestPool:
         quiet_trainer(monitor(), folder=tmp_path).test(Net(), data, ckpt_path=tmp_path / "x.ckpt", verbose=False)
         assert torch.equal(again.round_of, pool.round_of), "the checkpoint holds the record"
 
+    @pytest.mark.slow
     def test_an_older_checkpoint_removes_no_label(self, tmp_path: Path) -> None:
         pool = LabelPool(blobs(200), labelled=range(60))
         data = PoolDataModule(pool, val=blobs(61, 1), test=blobs(30, 4), batch_size=16)
@@ -153,6 +212,7 @@ class TestPool:
         assert len(pool.labelled_ids) == 62
         assert pool.labels_of([100, 101]).tolist() == [2, 2]
 
+    @pytest.mark.slow
     def test_confirmed_mistakes_refit_before_the_schedule(self, tmp_path: Path) -> None:
         """Five labels contradict the head in one region and two are tolerated: a small disjunct."""
         pool = LabelPool(blobs(200), labelled=range(90))
@@ -161,6 +221,7 @@ class TestPool:
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
                 if trainer.current_epoch != 2:
                     return
+                watch.query(1)
                 rows = watch._pool_scores.rows
                 assert rows is not None
                 head = watch.head

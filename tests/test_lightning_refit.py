@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_parts import FEATURES, FIT, Net, blobs, fitted, loader, monitor, quiet_trainer, same_tables
+from lightning_parts import FEATURES, FIT, Net, blobs, fitted, loader, messages, monitor, quiet_trainer, same_tables
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from sepc_torch import TrustHead, TrustMonitor
-from sepc_torch.training.cost import CostMeter
-from sepc_torch.training.lightning.head_state import head_bytes, head_from_bytes, head_kind
+from sepc_torch.training.flags import as_trust_head
 from sepc_torch.training.lightning.hooks import ActivePass
-from sepc_torch.training.lightning.refitting import FitSample
-from sepc_torch.training.lightning.schedule import ends_with_validation
+from sepc_torch.training.lightning.refitting import FitSample, head_bytes, head_from_bytes
+from sepc_torch.training.lightning.schedule import CostMeter, ends_with_validation
 from sepc_torch.training.subsets import calibration_half, hash_ids, sample_per_class
 
 Rng = np.random.Generator
@@ -30,6 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
     # The warning about small classes is expected: the tests fit heads to few samples, to be fast.
     pytest.mark.filterwarnings("ignore:Classes with fewer than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TrustMonitor. the head is not calibrated:UserWarning"),  # few samples are fast
 ]
 
 
@@ -53,6 +53,7 @@ class TestRefit:
         ends = [10, 20] if options.get("check_val_every_n_epoch") is None else [20]
         assert {step: steps[step] for step in ends} == {step: step for step in ends}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("first", [True, False])
     def test_the_head_is_fitted_to_averaged_weights(self, tmp_path: Path, first: bool) -> None:
         from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -60,9 +61,7 @@ class TestRefit:
         class Seen(TrustMonitor):
             def on_validation_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
                 if not trainer.sanity_checking:
-                    assert not self._head_state.is_stale(pl_module), (
-                        "the head belongs to the weights that are validated"
-                    )
+                    assert not self._is_stale(pl_module), "the head belongs to the weights that are validated"
                 super().on_validation_batch_end(trainer, pl_module, *rest)
 
         watch, average = Seen("backbone", fit=FIT, max_cost=None), EMAWeightAveraging(decay=0.9)
@@ -70,10 +69,11 @@ class TestRefit:
         quiet_trainer(*callbacks, folder=tmp_path).fit(Net(), loader(blobs(150)), loader(blobs(61, 1)))
         assert watch.n_refits >= 2
 
+    @pytest.mark.slow
     def test_training_is_not_disturbed(self, tmp_path: Path) -> None:
         """With dropout, shuffling and batch norm, the weights are bitwise those of a run without the monitor."""
         weights = []
-        for callbacks in ([], [monitor(pool=blobs(20, 7))]):
+        for callbacks in ([], [monitor(embed="auto", pool=blobs(20, 7))]):
             L.seed_everything(5, verbose=False)
             model = Net(dropout=0.4)
             quiet_trainer(*callbacks, folder=tmp_path).fit(
@@ -117,6 +117,7 @@ class TestRefit:
         assert watch.head is not given
         assert "to keep the given head, pass ``refit_every_n_epochs=0``" in (TrustMonitor.__doc__ or "")
 
+    @pytest.mark.slow
     def test_a_monitor_can_be_reused(self, tmp_path: Path) -> None:
         """A second run has new weights at the same global steps, and refits to them."""
         watch = monitor()
@@ -124,7 +125,7 @@ class TestRefit:
             model = Net()
             run = quiet_trainer(watch, folder=tmp_path)
             run.fit(model, loader(blobs(150)), loader(blobs(61, 1)))
-            assert not watch._head_state.is_stale(model)
+            assert not watch._is_stale(model)
         assert watch.n_refits == 4
 
     def test_an_early_stop_leaves_a_fresh_head(self, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ class TestRefit:
         assert run.current_epoch < 20
         assert watch.fit_step == run.global_step
 
+    @pytest.mark.slow
     def test_training_batches_are_not_consumed(self, tmp_path: Path) -> None:
         """With persistent workers, iterating over the training loader again would take batches from the epoch."""
 
@@ -154,6 +156,7 @@ class TestRefit:
         assert counter.batches == 2 * 6
         assert watch.n_refits == 3, "first validation, in mid-epoch, and the ends of both epochs"
 
+    @pytest.mark.slow
     def test_a_failed_refit_keeps_the_old_head(self, tmp_path: Path) -> None:
         calls = []
 
@@ -232,20 +235,21 @@ class TestRefit:
 
         watch = monitor(fit=fit, max_cost=0.15, on_flag=judged)
         watch.max_per_class = 40
-        watch._schedule.cost = CostMeter(lambda: seconds[0])
+        watch.cost.clock = lambda: seconds[0]
         run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=8)
-        with caplog.at_level("INFO", "sepc_torch"):
+        with messages(caplog):
             run.fit(Net(), loader(blobs(120)), loader(blobs(61, 1)))
         assert found == [1] * 7 + [2]
         assert sizes == [30, 120], "the first fit uses a quarter of the samples"
         spent = 1 + 4 + assessed
         assert watch.cost.share() == pytest.approx(spent / 80)
         assert monitored or watch.cost.share() <= 0.15
-        assert not watch._head_state.is_stale(run.lightning_module)
+        assert not watch._is_stale(run.lightning_module)
         (said,) = (record.getMessage() for record in caplog.records if "took" in record.getMessage())
         assert f"took {spent:.2f} s, {spent / 80:.0%} of the training's time (limit 15%" in said
         assert f"Refits: 2. Assessed validations: {assessed} of 8." in said
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("keeps_best", "assessed"),
         [
@@ -276,11 +280,11 @@ class TestRefit:
             return TrustHead.fit(z, y, progress=False, **FIT)
 
         watch = monitor(fit=fit, max_cost=0.15)
-        watch._schedule.cost = CostMeter(lambda: seconds[0])
+        watch.cost.clock = lambda: seconds[0]
         run = quiet_trainer(watch, Epoch(), folder=tmp_path, max_epochs=len(assessed))
         run.fit(Net(), loader(blobs(120)), loader(blobs(61, 1)))
         assert found == assessed
-        assert not watch._head_state.is_stale(run.lightning_module)
+        assert not watch._is_stale(run.lightning_module)
 
     @pytest.mark.parametrize(
         ("options", "callbacks", "known"),
@@ -360,6 +364,7 @@ class TestCheckpoints:
         assert resumed[1].query(5) == uninterrupted[1].query(5)
         assert resumed[1].n_refits == uninterrupted[1].n_refits == 4
 
+    @pytest.mark.slow
     def test_a_checkpoint_restores_the_head(self, tmp_path: Path) -> None:
         watch, model, run = fitted(tmp_path)
         run.save_checkpoint(tmp_path / "x.ckpt")
@@ -377,6 +382,7 @@ class TestCheckpoints:
         run.test(model, loader(blobs(30, 2)), ckpt_path=tmp_path / "x.ckpt", verbose=False)
         assert watch.scores["val"] is before
 
+    @pytest.mark.slow
     def test_a_resumed_finished_run_can_be_queried(self, tmp_path: Path) -> None:
         watch, _, run = fitted(tmp_path, pool=blobs(40, 9))
         run.save_checkpoint(tmp_path / "done.ckpt")
@@ -387,6 +393,7 @@ class TestCheckpoints:
         assert again.n_refits == watch.n_refits, "the run trains no further"
         assert same_tables(again.scores["pool"], watch.scores["pool"])
 
+    @pytest.mark.slow
     def test_other_weights_give_a_warning(self, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
         _watch, model, run = fitted(tmp_path)
         run.test(model, loader(blobs(30, 2)), verbose=False)
@@ -399,11 +406,10 @@ class TestCheckpoints:
     def test_heads_are_serialised_to_bytes(self, rng: Rng) -> None:
         x, y = blobs(90).tensors
         head = TrustHead.fit(x, y, progress=False)
-        for each in (head, head.sepc):
+        for each in (head, as_trust_head(head.sepc)):
             data = head_bytes(each)
             assert data.dtype == torch.uint8
-            again = head_from_bytes(data, head_kind(each))
-            assert type(again) is type(each)
+            again = head_from_bytes(data)
             assert all(torch.equal(a, b) for a, b in zip(again.buffers(), each.buffers(), strict=True))
 
     def test_the_head_has_no_inference_tensors_after_validation(self, tmp_path: Path) -> None:
@@ -415,3 +421,19 @@ class TestCheckpoints:
         z = torch.randn(4, 16, requires_grad=True)
         watch.head(z).distance.sum().backward()
         assert z.grad is not None
+
+
+class TestCost:
+    def test_nested_work_counts_once(self) -> None:
+        now = [0.0]
+        meter = CostMeter(lambda: now[0])
+        assert meter.share() == 0.0
+        meter.start()
+        now[0] = 8.0
+        with meter.paying(), meter.paying():
+            now[0] = 10.0
+        assert meter.share() == 0.25
+        assert not meter.affords(0.15)
+        assert meter.affords(None)
+        now[0] = 30.0
+        assert meter.affords(0.15)

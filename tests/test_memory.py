@@ -14,9 +14,9 @@ from sepc_torch import TrustHead, partition
 from sepc_torch.data import memory
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.data.memory import available_memory, check_memory
-from sepc_torch.head import passes
-from sepc_torch.head.passes import first_pass
-from sepc_torch.head.sources import embedding_source
+from sepc_torch.head.reading import passes
+from sepc_torch.head.reading.passes import first_pass
+from sepc_torch.head.reading.sources import embedding_source
 from sepc_torch.shapes import Array
 
 

@@ -32,7 +32,7 @@ from sepc_torch.metrics import (
     scod_aurc,
     unknown_auroc,
 )
-from sepc_torch.metrics import classes as as_classes
+from sepc_torch.metrics import torchmetrics as as_classes
 from sepc_torch.metrics.selective import check_flags
 
 Rng = np.random.Generator

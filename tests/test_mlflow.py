@@ -10,17 +10,19 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sepc_torch import TrustHead
-from sepc_torch.mlflow import input_example
+from sepc_torch.data.table_encoding import TableEncoding
+from sepc_torch.serving.mlflow import PyfuncHead, input_example
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
     import pathlib, sys, warnings
     import mlflow, numpy as np, pandas as pd
-    import sepc_torch.mlflow
+    import sepc_torch.serving.mlflow
     from sepc_torch import TrustHead
     folder = pathlib.Path(sys.argv[1])
     rng = np.random.default_rng(0)
@@ -28,8 +30,8 @@ SCRIPT = """
     x = rng.normal(size=(240, 4)) + 3.0 * np.eye(3, 4)[y]
     names, logits = np.array(["a", "b", "c"])[y], 3.0 * x[:, :3]
     table = pd.DataFrame(x, columns=list("pqrs"))
-    head = TrustHead.fit(table, names, dim=3).calibrate(table + 0.1, names, logits)
-    sepc_torch.mlflow.save_model(head, folder / "model", metadata={"owner": "me"})
+    head = TrustHead.fit(table, names, dim=3, classes=["a", "b", "c"]).calibrate(table + 0.1, names, logits)
+    sepc_torch.serving.mlflow.save_model(head, folder / "model", metadata={"owner": "me"})
     kinds = {path.suffix for path in (folder / "model").rglob("*") if path.is_file()}
     assert kinds == {"", ".yaml", ".json", ".txt", ".safetensors"}, kinds
     model = mlflow.pyfunc.load_model(str(folder / "model"))
@@ -41,13 +43,13 @@ SCRIPT = """
     assert (out["prediction"] == np.array(head.classes)[want.network_label]).all()
     assert (out["accept"] == want.accept.numpy()).all()
     assert len(model.predict(model.input_example)) == 2
-    assert sepc_torch.mlflow.load_model(folder / "model").classes == ["a", "b", "c"]
+    assert sepc_torch.serving.mlflow.load_model(folder / "model").classes == ["a", "b", "c"]
     mlflow.set_tracking_uri((folder / "runs").as_uri())
     with mlflow.start_run():
-        logged = sepc_torch.mlflow.log_model(head, "trust")
+        logged = sepc_torch.serving.mlflow.log_model(head, "trust")
     again = mlflow.pyfunc.load_model(logged.model_uri).predict(table.assign(logits=list(logits)))
     assert (again["label"] == out["label"]).all()
-    assert sepc_torch.mlflow.load_model(logged.model_uri).feature_names == ("p", "q", "r", "s")
+    assert sepc_torch.serving.mlflow.load_model(logged.model_uri).feature_names == ("p", "q", "r", "s")
 
     # Warnings are errors from here, except those of MLflow's own calls of pandas, which pandas 4 will not take.
     warnings.filterwarnings("error")
@@ -93,3 +95,17 @@ def test_the_input_example_has_the_columns_of_the_head() -> None:
     head.calibrate(x + 0.1, y, rng.normal(size=(60, 2)))
     assert list(input_example(head)) == ["z", "logits"]
     assert head.judge(np.stack(input_example(head)["z"].to_list())).label.shape == (2,)
+
+
+def test_a_model_of_a_table_takes_its_columns(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(100) % 2
+    table = pd.DataFrame({"age": 40 + 9 * rng.normal(size=100) + 20 * y, "pet": np.array(["cat", "dog"])[y]})
+    encoding = TableEncoding.fit(table, ["age"], ["pet"])
+    fitted = TrustHead.fit(encoding.encode(table).points, y, normalize=None)
+    head = TrustHead(fitted.projection, fitted.sepc, fitted.evidence, encoding=encoding)
+    assert list(input_example(head)) == ["age", "pet"]
+    head.save(tmp_path / "head.safetensors")
+    model = PyfuncHead(tmp_path / "head.safetensors")
+    assert len(model.predict(input_example(head))) == 2
+    assert model.predict(table)["prediction"].tolist() == head.predict(table).tolist()

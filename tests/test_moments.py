@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sepc_torch.data import arrays
-from sepc_torch.head import moments as module
-from sepc_torch.head.moments import EmbeddingMoments, Moments
-from sepc_torch.head.projection import fit_projection
+from sepc_torch.head.reading import moments as module
+from sepc_torch.head.reading.moments import EmbeddingMoments, Moments
+from sepc_torch.head.reading.projection import fit_projection
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sepc_torch.head import class_search
-from sepc_torch.head.neighbours import Neighbours, as_half
+from sepc_torch.head.evidence import class_search
+from sepc_torch.head.evidence.neighbours import Neighbours, as_half
 from sepc_torch.model import torch_ops
 
 Rng = np.random.Generator
@@ -284,7 +284,7 @@ def test_compiled_and_exported_graphs_hold_one_operator(sizes: str) -> None:
     script = textwrap.dedent(
         """
         import torch
-        from sepc_torch.head.neighbours import Neighbours
+        from sepc_torch.head.evidence.neighbours import Neighbours
 
         sizes = SIZES
         codes = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

@@ -7,11 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binom
 
 from sepc_torch import TrustHead
-from sepc_torch.head.conformal import conformal_p_value
-from sepc_torch.head.novelties import find_novelties, ordinary_share
+from sepc_torch.head.promises.conformal import conformal_p_value
+from sepc_torch.head.promises.novelties import find_novelties, ordinary_share, unknown_share
 from sepc_torch.shapes import Array
+
+Rng = np.random.Generator
 
 
 def false_share(novel: torch.Tensor, ordinary: int) -> float:
@@ -19,6 +22,7 @@ def false_share(novel: torch.Tensor, ordinary: int) -> float:
     return float(novel[:ordinary].sum()) / max(1, int(novel.sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fdr", "shift"), [(0.1, 2.0), (0.2, 4.0)])
 def test_false_discoveries_are_as_promised(fdr: float, shift: float) -> None:
     """The rate is just below its bound, so a procedure that breaks it by a factor of 1.5 fails."""
@@ -54,6 +58,7 @@ def test_the_estimated_share_of_ordinary_samples(novel: int) -> None:
     assert 1 - novel / 60 <= np.mean(shares) < 1 - novel / 60 + 0.06
 
 
+@pytest.mark.slow
 def test_false_discoveries_with_ties_stay_below_the_bound() -> None:
     random = torch.Generator().manual_seed(0)
     found = []
@@ -86,6 +91,7 @@ def head() -> TrustHead:
     return TrustHead.fit(*points(rng, 200), normalize=None).calibrate(*points(rng, 400))
 
 
+@pytest.mark.slow
 def test_false_discoveries_of_a_head(head: TrustHead) -> None:
     """Fresh calibration points and samples for one head; the bound is 0.2."""
     rng = np.random.default_rng(1)
@@ -101,18 +107,48 @@ def test_false_discoveries_of_a_head(head: TrustHead) -> None:
     assert np.mean(power) > 0.9
 
 
+def test_new_kinds_are_proposed_as_groups(head: TrustHead) -> None:
+    """Two new kinds are two groups, with the nearest training rows; the order of the rows does not matter."""
+    rng = np.random.default_rng(7)
+    z = np.concatenate([points(rng, 40)[0], rng.normal(size=(25, 4)), rng.normal(size=(15, 4))])
+    z[40:65, 0] += 30.0
+    z[65:, 1] -= 30.0
+    found = head.novelties(z, fdr=0.1)
+    assert [set(group.ids) for group in found.groups[:2]] == [set(range(40, 65)), set(range(65, 80))]
+    assert sum(len(group.ids) for group in found.groups) == int(found.novel.sum())
+    assert len(found.groups[0].examples) == 3
+    assert "groups, the largest of 25" in repr(found)
+    order = rng.permutation(80)
+    again = head.novelties(z[order], fdr=0.1)
+    assert [{int(order[int(i)]) for i in group.ids} for group in again.groups[:2]] == [
+        set(g.ids) for g in found.groups[:2]
+    ]
+    assert head.novelties(z[:40], fdr=0.001).groups == ()
+
+
+def test_groups_without_reference_points_are_regions() -> None:
+    rng = np.random.default_rng(8)
+    other = TrustHead.fit(*points(rng, 300), normalize=None, reference_points=0).calibrate(*points(rng, 400))
+    z = rng.normal(size=(20, 4)) + 40.0
+    found = other.novelties(z, fdr=0.1)
+    regions = other.judge(z).nearest
+    assert {group.region for group in found.groups} == set(regions.tolist())
+    assert all(group.examples == () for group in found.groups)
+
+
 def test_the_record(head: TrustHead) -> None:
     rng = np.random.default_rng(2)
     z = np.concatenate([points(rng, 20)[0], np.full((5, 4), 50.0)])
     found = head.novelties(z, fdr=0.1)
+    p_values = len(head.require_calibration().own.ranked_joint) + 1
     assert found.novel[20:].all()
     np.testing.assert_array_equal(found.novel, found.adjusted <= 0.1)
     np.testing.assert_allclose(found.p_value, head.judge(z).p_value, rtol=1e-6)
     assert found.threshold == float(found.p_value[found.novel].max())
-    assert found.least == math.ceil(25 * found.ordinary / (0.1 * 201))
+    assert found.least == math.ceil(25 * found.ordinary / (0.1 * p_values))
     stricter = head.novelties(z, fdr=0.01)
     assert not (stricter.novel & ~found.novel).any()
-    assert stricter.least == math.ceil(25 * found.ordinary / (0.01 * 201))
+    assert stricter.least == math.ceil(25 * found.ordinary / (0.01 * p_values))
     nothing = head.novelties(np.full((2, 4), 4.0), fdr=0.01)  # the centre of a class
     assert nothing.threshold == 0.0
     empty = head.novelties(np.zeros((0, 4)))
@@ -140,3 +176,39 @@ def test_errors(head: TrustHead) -> None:
         head.novelties(np.zeros((2, 4)), fdr=1.0)
     with pytest.raises(RuntimeError, match="calibrated first"):
         TrustHead(head.projection, head.sepc, head.evidence).novelties(np.zeros((2, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "distance"), [(0.0, 0.0), (0.1, 6.0), (0.3, 6.0), (0.3, 1.0)])
+def test_the_interval_holds_the_share_of_unknowns(rng: Rng, share: float, distance: float) -> None:
+    """Each bound fails in at most half of delta of the draws; unknowns near the known points only weaken the lower."""
+    ranked, rows, delta, draws = 300, 400, 0.2, 300
+    below, above, found = 0, 0, []
+    for _ in range(draws):
+        known = np.sort(rng.normal(size=ranked))
+        scores = rng.normal(size=rows) + distance * (rng.random(rows) < share)
+        p_value = (1 + ranked - np.searchsorted(known, scores)) / (ranked + 1)
+        result = unknown_share(torch.from_numpy(p_value), ranked, delta)
+        assert 0.0 <= result.lower <= result.share <= result.upper <= 1.0
+        below += result.lower > share
+        above += result.upper < share and distance > 3.0
+        found.append(result.lower > 0)
+    most = binom.isf(1e-8, draws, delta / 2)
+    assert below <= most
+    assert above <= most
+    if distance > 3.0:
+        assert np.mean(found) > 0.5, "a clear share is told apart from zero"
+
+
+def test_the_text_says_whether_there_are_unknowns() -> None:
+    ordinary = unknown_share(torch.arange(1, 101) / 100, ranked=199)
+    assert "cannot be told apart from zero" in str(ordinary)
+    strange = unknown_share(torch.full((50,), 1 / 200), ranked=199)
+    assert strange.upper == strange.share == 1.0
+    assert "About 100.0% of 50 rows" in strange.text
+    for few in (1, 5, 20):
+        assert unknown_share(torch.ones(3), few).lower == 0.0
+    with pytest.raises(ValueError, match="at least one row"):
+        unknown_share(torch.zeros(0), 10)
+    with pytest.raises(ValueError, match="delta"):
+        unknown_share(torch.ones(3), 10, delta=1.0)

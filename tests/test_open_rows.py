@@ -11,11 +11,10 @@ import torch
 from odd_classes import hard_points, odd_classes
 
 from sepc_torch import TrustHead
-from sepc_torch.head import assess as assess_module
-from sepc_torch.head import densities
-from sepc_torch.head.assess import assess
-from sepc_torch.head.densities import OpenTables, RegionDensities, fit_densities
-from sepc_torch.head.open_rows import open_rows, settled
+from sepc_torch.head.calibration import assess as assess_module
+from sepc_torch.head.calibration.assess import assess, open_rows, settled
+from sepc_torch.head.evidence import densities
+from sepc_torch.head.evidence.densities import OpenTables, RegionDensities, fit_densities
 from sepc_torch.head.prediction import HeadPrediction
 
 Rng = np.random.Generator
@@ -78,6 +77,7 @@ def test_the_stated_accuracy_holds_for_hard_points(rng: Rng, dim: int) -> None:
     assert 0.02 < float(ratio.max()) <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worse", [False, True])
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_no_field_depends_on_float32(
@@ -103,7 +103,9 @@ def test_no_field_depends_on_float32(
         if worse:
             with monkeypatch.context() as patch:
                 patch.setattr(assess_module, "settled", lambda measured, *_: measured)
-                assert (head(z, **given).strangeness != found.strangeness).sum() > 10, "the second pass changes nothing"
+                assert (head(z, **given).nonconformity != found.nonconformity).sum() > 10, (
+                    "the second pass changes nothing"
+                )
         few = [head(z[i : i + 7], **{name: part[i : i + 7] for name, part in given.items()}) for i in range(0, 70, 7)]
         monkeypatch.setattr(RegionDensities, "for_labels", exact)
         wanted = head(z, **given)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sepc_torch import Partition, TrustHead, partition
-from sepc_torch.head.evidence import pieces_of
+from sepc_torch.head.evidence.evidence import pieces_of
 from sepc_torch.partitioning import cells
 from sepc_torch.shapes import Array
 
@@ -43,6 +43,7 @@ def assert_invariants(part: Partition, x: Array, y: Array, max_impure: int) -> N
             assert e.counts.sum() - e.counts[e.label] <= max_impure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("classes", "dim"), [(2, 3), (3, 2), (4, 13)])
 def test_the_partition_equals_that_of_numpy(rng: np.random.Generator, device: str, classes: int, dim: int) -> None:

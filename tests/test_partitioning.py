@@ -169,6 +169,7 @@ def test_hyperplanes_in_the_callers_coordinates(
                 assert (values[e.support] <= h.beta + slack).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "classes"), SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_row_order_does_not_change_the_result(rng: np.random.Generator, family: str, dim: int, classes: int) -> None:
@@ -186,6 +187,7 @@ def test_row_order_does_not_change_the_result(rng: np.random.Generator, family: 
     assert rowless[0] == rowless[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("names", [["b", "a"], ["c", "a", "b"]], ids="".join)
 def test_renaming_classes_renames_the_result(rng: np.random.Generator, family: str, names: list[str]) -> None:
@@ -290,6 +292,7 @@ def test_boolean_columns_of_a_data_frame_are_accepted(rng: np.random.Generator) 
     assert replace(part, feature_names=None) == partition(np.column_stack([x, flag]), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "labels", [(0, 1), (-3, 7), ("no", "yes, really"), (False, True), (0.5, 2.5)], ids=lambda labels: str(labels[1])
 )

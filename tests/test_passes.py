@@ -14,10 +14,10 @@ from torch import nn
 
 from sepc_torch import TrustHead
 from sepc_torch.data import arrays
-from sepc_torch.head.evidence import fit_evidence
-from sepc_torch.head.passes import ProjectedSet, first_pass, second_pass
-from sepc_torch.head.projection import choose_projection, projection_from
-from sepc_torch.head.sources import ArraySource, BatchSource, EmbeddingSource
+from sepc_torch.head.evidence.evidence import fit_evidence
+from sepc_torch.head.reading.passes import ProjectedSet, first_pass, second_pass
+from sepc_torch.head.reading.projection import choose_projection, projection_from
+from sepc_torch.head.reading.sources import ArraySource, BatchSource, EmbeddingSource
 from sepc_torch.shapes import Array
 
 Rng = np.random.Generator
@@ -56,6 +56,7 @@ def sorted_rows(*columns: Array) -> Array:
     return table[np.argsort(table[:, 0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["l2", "standardize", None])
 @pytest.mark.parametrize("values", [2**21, 40, 8])
 def test_the_size_of_chunks_does_not_matter(
@@ -143,7 +144,7 @@ class Changing:
         (lambda x, y: [(x[:-1], y[:-1])], r"rows per class .: 100 and 99\..*drop_last=False.*iter\(loader\)"),
         (lambda x, y: [(x, y), (x[:1], y[:1])], "rows per class .*: 100 and 101"),
         (lambda x, y: [(x[:, :5], y)], r"embeddings must have shape \(points, 8\), got \(300, 5\)"),
-        (lambda x, y: [(np.where(x > 3, np.nan, x), y)], "X holds .* NaN or infinite values"),
+        (lambda x, y: [(np.where(x > 3, np.nan, x), y)], "embeddings holds .* NaN or infinite values"),
     ],
 )
 def test_a_second_pass_that_differs_is_refused(rng: Rng, change: Any, message: str) -> None:
@@ -159,7 +160,7 @@ def test_the_error_for_bad_values_counts_rows_of_all_chunks(
     monkeypatch.setattr(arrays, "_CHUNK_VALUES", chunk_values)
     x, y = embeddings(rng)
     x[211, 5], x[250, 0], x[250, 1] = np.nan, np.inf, -np.inf
-    expected = "X holds 3 NaN or infinite values, the first in row 211, column 5"
+    expected = "embeddings holds 3 NaN or infinite values, the first in row 211, column 5"
     for source in (ArraySource(x, y), BatchSource([(torch.from_numpy(x), y)], nn.Identity())):
         with pytest.raises(ValueError, match=expected):
             first_pass(source)
@@ -170,14 +171,14 @@ def test_the_error_for_bad_values_counts_rows_of_all_chunks(
 def test_embeddings_of_extreme_scale_are_refused(rng: Rng, scale: float, normalize: Any) -> None:
     """Their squares overflow or underflow in float32, some also in float64."""
     x, labels = rng.normal(size=(60, 4)), np.arange(60) % 2
-    with pytest.raises(ValueError, match=r"X has a scale of .*; rescale the features"):
+    with pytest.raises(ValueError, match=r"embeddings has a scale of .*; rescale the features"):
         TrustHead.fit(scale * x, labels, normalize=normalize)
 
 
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
-        ([(torch.zeros(3, 2), [0, 1])], ValueError, "X has 3 rows and y has 2 labels"),
+        ([(torch.zeros(3, 2), [0, 1])], ValueError, "There are 3 rows and 2 labels"),
         (
             [(torch.zeros(2, 2), [0, 1]), (torch.zeros(2, 3), [0, 1])],
             ValueError,

@@ -159,6 +159,7 @@ def test_numbers_of_hyperplanes_do_not_overlap(rng: np.random.Generator) -> None
     assert (apart > 0.02).all()
 
 
+@pytest.mark.slow
 def test_the_legend_can_be_left_out(drawn: tuple[Partition, Array, Array]) -> None:
     part, x, y = drawn
     assert draw_partition(part, x, y, legend=False).get_legend() is None

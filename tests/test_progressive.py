@@ -69,6 +69,7 @@ def test_counting_gives_the_exact_answer(rng: np.random.Generator, shape: str, d
         assert holds_more_than(ProgressiveEllipsoid(points, TOL, FLOOR), limit, others) == (inside > limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_intersection_gives_the_exact_answer(rng: np.random.Generator, shape: str, dim: int) -> None:
@@ -99,6 +100,7 @@ def test_the_exact_ellipsoid_after_a_query(rng: np.random.Generator, shape: str)
     assert begun.exact().contains(points).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nested_subsets_give_the_exact_answers(rng: np.random.Generator, shape: str, dim: int) -> None:

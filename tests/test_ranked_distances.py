@@ -97,6 +97,7 @@ def test_an_overflow_is_measured(rng: Rng) -> None:
             assert found.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 def test_the_ledger_of_a_partition_does_not_change_a_bit(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     y = rng.integers(0, 3, size=17_003)
     x = rng.normal(size=(len(y), 3)) + 3.5 * np.eye(3)[y]

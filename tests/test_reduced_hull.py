@@ -45,6 +45,7 @@ def test_is_optimal(rng: Rng, n: int, m: int, dim: int, factor: float, shift: fl
     assert_optimal(reduced_hull_points(x, y, cap=cap), x, y, cap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [6, 20])
 @pytest.mark.parametrize("n", [300, 9000])
 @pytest.mark.parametrize("shift", [0.3, 1.0])

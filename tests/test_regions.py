@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import peers
 import pytest
 import torch
-from region_pictures import by_truth, draw_regions
-from regions import Judged, judge, judge_by_leaf, pooled, regions, summary
-from repartition import homes, repartition
 from sklearn.tree import DecisionTreeClassifier
 
+from experiments.paper import peers
+from experiments.paper.partitions import homes, repartition
+from experiments.paper.regions import Judged, by_truth, draw_regions, judge, judge_by_leaf, pooled, regions, summary
 from sepc_torch import SEPC, Rule, partition
 
 Data = tuple[np.ndarray, np.ndarray]
@@ -22,6 +21,7 @@ def clouds(rng: np.random.Generator) -> Data:
     return np.concatenate([rng.normal(size=(80, 2)), rng.normal(size=(60, 2)) + 1.5]), np.repeat([0, 1], [80, 60])
 
 
+@pytest.mark.slow
 def test_judge_equals_the_model(clouds: Data, rng: np.random.Generator) -> None:
     x, y = clouds
     part = partition(x, y, max_impure=4)
@@ -34,6 +34,7 @@ def test_judge_equals_the_model(clouds: Data, rng: np.random.Generator) -> None:
     assert [name.startswith("near") for name in judged.region] == judged.outside.tolist()
 
 
+@pytest.mark.slow
 def test_shared_counts_points_in_all_ellipsoids_of_a_region(clouds: Data) -> None:
     x, y = clouds
     part = partition(x, y, max_impure=4)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from sepc_torch.cli import columns, head_rows, row_files
+from sepc_torch.cli import columns, row_files, training_rows
 from sepc_torch.cli.columns import cells, number_cells, number_columns
-from sepc_torch.cli.head_rows import _Sampled
-from sepc_torch.cli.row_files import Piece, open_rows
+from sepc_torch.cli.row_files import Piece, open_rows, score_writer
+from sepc_torch.cli.training_rows import _Sampled
+from sepc_torch.data import memory
 from sepc_torch.data.table_encoding import MISSING, parse_numbers
 
 Rng = np.random.Generator
@@ -24,24 +29,24 @@ Rng = np.random.Generator
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few rows, so that files of a few rows have several."""
-    monkeypatch.setattr(row_files, "_BLOCK", 200)
-    monkeypatch.setattr(row_files, "_VALUES", 20)
-    monkeypatch.setattr(row_files, "_ROWS", 7)
+    monkeypatch.setattr(row_files, "BLOCK", 200)
+    monkeypatch.setattr(row_files, "VALUES", 20)
+    monkeypatch.setattr(row_files, "ROWS", 7)
 
 
 def read(path: Path, columns: list[str] | None = None, **options: Any) -> tuple[dict[str, list[Any]], dict[int, str]]:
     """All rows of a file, and the problems of broken rows by their index in the file."""
     file = open_rows(path, **options)
     columns = file.names if columns is None else columns
-    pieces = list(file.pieces(columns))
-    starts = np.cumsum([0, *(piece.table.num_rows for piece in pieces)]).tolist()
-    done = [piece.done for piece in pieces]
+    found = list(file.pieces(columns))
+    starts = np.cumsum([0, *(piece.table.num_rows for piece in found)]).tolist()
+    done = [piece.done for piece in found]
     assert done == sorted(done)
     assert done[-1] <= file.total
     problems = {
-        start + i: text for start, piece in zip(starts, pieces, strict=False) for i, text in piece.problems.items()
+        start + i: text for start, piece in zip(starts, found, strict=False) for i, text in piece.problems.items()
     }
-    return pa.concat_tables(piece.table for piece in pieces).to_pydict(), problems
+    return pa.concat_tables(piece.table for piece in found).to_pydict(), problems
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -66,6 +71,80 @@ def test_a_byte_order_mark_blank_lines_and_a_long_header(tmp_path: Path) -> None
     found, problems = read(tmp_path / "d.csv")
     assert found == {"a\nb": ["1", None, "5"], "=c": ["2", None, "6"]}
     assert problems == {1: "the row has 1 field, expected 2"}
+
+
+def test_texts_are_read_as_they_were_before_they_were_written(tmp_path: Path) -> None:
+    texts = ["=1", "'=1", "''+", "+", "-", "-1.5", "@a", "it's", "'tis", "\uff1da", "x", ""]
+    table = pa.table({"=t": texts, "n": list(range(12))})
+    for suffix in ("csv", "parquet"):
+        with score_writer(tmp_path / f"t.{suffix}") as writer:
+            writer.write(table)
+        found, _ = read(tmp_path / f"t.{suffix}")
+        assert found["=t"] == texts
+
+
+def test_no_column_type_hides_a_formula(tmp_path: Path) -> None:
+    texts = ["=cmd|' /C calc'!A0", "x", None]
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.binary(), pa.large_binary()]
+    with score_writer(tmp_path / "t.csv") as writer:
+        writer.write(pa.table({str(kind): pa.array(texts).cast(kind) for kind in kinds}))
+    for row in list(csv.reader((tmp_path / "t.csv").read_text().splitlines()))[1:]:
+        assert set(row) in ({f"'{texts[0]}"}, {"x"}, {""})
+    with (
+        pytest.raises(ValueError, match=r"cannot be written .*struct.* or write Parquet"),
+        score_writer(tmp_path / "s.csv") as writer,
+    ):
+        writer.write(pa.table({"a": [{"b": 1}]}))
+    assert not (tmp_path / "s.csv").exists()
+
+
+@pytest.mark.parametrize("first", [None, [], [1.0]])
+def test_the_first_row_does_not_decide_about_the_columns(tmp_path: Path, first: list[float] | None) -> None:
+    lists = [first, *([i, i + 0.5] for i in range(9))]
+    pd.DataFrame({"z": lists, "y": range(10)}).to_parquet(tmp_path / "d.parquet")
+    records: list[dict[str, Any]] = [{"z": z, "y": i, "late": "x"} for i, z in enumerate(lists)]
+    del records[0]["late"]
+    if first is None:
+        del records[0]["z"]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for name in ("d.parquet", "d.jsonl"):
+        found, problems = read(tmp_path / name)
+        assert {"z0", "z1", "y"} <= set(found)
+        assert found["z0"][0] is found["z1"][0] is None
+        assert [float(value) for value in found["z1"][1:]] == [i + 0.5 for i in range(9)]
+        assert problems == ({0: "z is a list of 1, expected a list of 2"} if first else {})
+        assert (found["y"][0] is None) == bool(first), "a broken row holds nulls"
+    assert found["late"] == [None, *["x"] * 9]
+
+
+def test_the_schema_says_how_long_fixed_lists_are(tmp_path: Path) -> None:
+    kind = pa.list_(pa.float64(), 3)
+    pq.write_table(pa.table({"z": pa.array([None, [1.0, 2.0, 3.0]], kind)}), tmp_path / "d.parquet")
+    assert read(tmp_path / "d.parquet")[0] == {"z0": [None, 1.0], "z1": [None, 2.0], "z2": [None, 3.0]}
+    pq.write_table(pa.table({"z": pa.array([], pa.list_(pa.float64(), 2**30))}), tmp_path / "wide.parquet")
+    with pytest.raises(ValueError, match="z holds lists of 1073741824 elements, expected at most"):
+        open_rows(tmp_path / "wide.parquet")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_keys_beyond_the_first_block_are_named(tmp_path: Path) -> None:
+    records = [{"a": i} for i in range(100)] + [{"a": 1, "late": 2}] * 100
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, records)))
+    with pytest.warns(UserWarning, match="the file lack are ignored: 'late'") as caught:
+        found, problems = read(tmp_path / "d.jsonl")
+    assert len(caught) == 1
+    assert not problems
+    assert list(found) == ["a"]
+
+
+@pytest.mark.parametrize("suffix", ["csv.gz", "jsonl.gz"])
+def test_a_line_of_any_length_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(row_files, "LINE", 2**12)
+    message = "more than 4096 characters" if suffix == "jsonl.gz" else "no row begins within the first 4096 characters"
+    for content in (b'{"a": "' + b"1" * 2**20, b'["a\tb",' * 2**14):
+        (tmp_path / f"d.{suffix}").write_bytes(gzip.compress(content))
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / f"d.{suffix}")
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -112,7 +191,7 @@ def test_arrays(rng: Rng, tmp_path: Path, order: Any) -> None:
 ERRORS: dict[str, tuple[str, bytes, str]] = {
     "empty": ("d.csv", b"", "is not a usable CSV file (the file is empty)"),
     "empty lines": ("d.jsonl", b"\n\n", "is not a usable JSONL file (the file is empty)"),
-    "no text": ("d.csv", b"a,b\n1,\xff\xfe\n", "is not a usable CSV file"),
+    "no text": ("d.csv", b"\xff\xfea\x00,\x00b\x00\n\x00\x00\xd8", "is not a usable CSV file"),
     "cut": ("d.csv.gz", gzip.compress(b"a,b\n1,2\n" * 999)[:-40], "is not a usable CSV file"),
     "twice": ("d.tsv", b"a\tb\ta\n1\t2\t3\n", "more than one column 'a'"),
     "no parquet": ("d.parquet", b"PAR1 and no more", "is not a usable PARQUET file"),
@@ -144,10 +223,36 @@ def test_objects_and_cut_arrays_are_refused(tmp_path: Path) -> None:
         open_rows(tmp_path / "l.npz")
 
 
-def test_another_separator_is_suggested(tmp_path: Path) -> None:
+def test_a_header_that_states_more_than_the_file_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of the stated size is allocated."""
+    header = io.BytesIO()
+    stated = {"descr": "<f8", "fortran_order": False, "shape": (4, 10**9)}
+    np.lib.format.write_array_header_1_0(header, stated)
+    (tmp_path / "d.npy").write_bytes(header.getvalue())
+    with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
+        archive.writestr("X.npy", header.getvalue())
+    for name in ("d.npy", "d.npz"):
+        with pytest.raises(ValueError, match="the file ends within X"):
+            open_rows(tmp_path / name)
+    monkeypatch.setattr(row_files, "COLUMNS", 99)
+    np.savez_compressed(tmp_path / "wide.npz", X=np.zeros((2, 100)))
+    with pytest.raises(ValueError, match="X has 100 columns, expected at most 99"):
+        open_rows(tmp_path / "wide.npz")
+    np.savez_compressed(tmp_path / "long.npz", X=np.zeros((2, 1)), y=np.array(["a" * 251, "b"]))
+    with pytest.raises(ValueError, match="y holds text of more than 250 characters"):
+        open_rows(tmp_path / "long.npz")
+    np.save(tmp_path / "columns.npy", np.asfortranarray(np.eye(9)))
+    monkeypatch.setattr(memory, "available_memory", lambda: 100)
+    with pytest.raises(MemoryError, match=r"columns.npy' does not fit into memory: X, which is stored by columns"):
+        read(tmp_path / "columns.npy")
+
+
+def test_another_separator_is_found_and_said(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("a;b\n1;2\n")
-    with pytest.raises(ValueError, match="use --sep ';'"):
-        open_rows(tmp_path / "d.csv").require(["b"])
+    with pytest.warns(UserWarning, match="are separated by ';'; --sep names another"):
+        assert read(tmp_path / "d.csv")[0] == {"a": ["1"], "b": ["2"]}
     assert read(tmp_path / "d.csv", sep=";")[0] == {"a": ["1"], "b": ["2"]}
     with pytest.raises(ValueError, match="--sep must be one character"):
         open_rows(tmp_path / "d.csv", sep=";;")
@@ -184,7 +289,7 @@ def test_columns_parsed_together_are_those_parsed_alone(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("most", [1, 7, 50, 1000])
 def test_a_sample_of_a_file_has_the_least_keys(rng: Rng, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_rows, "_MOST_TABLES", 3)
+    monkeypatch.setattr(training_rows, "_MOST_TABLES", 3)
     keys = rng.random(300)
     kept = _Sampled(most)
     start = 0

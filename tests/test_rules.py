@@ -158,6 +158,7 @@ def reference(part: Partition, distances: Array, codes: Array, z: Array) -> Refe
     return Reference(int(owner[nearest]), Rule.OUTSIDE, tally(expanded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "dim", "max_impure"), [(2, 2, 0), (2, 3, 5), (3, 2, 3), (4, 2, 1)])
 def test_agrees_with_the_reference(rng: Rng, classes: int, dim: int, max_impure: int) -> None:
     codes = rng.integers(0, classes, 120)
@@ -175,6 +176,7 @@ def test_agrees_with_the_reference(rng: Rng, classes: int, dim: int, max_impure:
         assert found.counts[i].tolist() == expected.counts
 
 
+@pytest.mark.slow
 def test_every_rule_occurs_in_an_overlapping_set(rng: Rng) -> None:
     codes = rng.integers(0, 2, 400)
     x = rng.normal(size=(400, 2)) + 1.0 * codes[:, None]

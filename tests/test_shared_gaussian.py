@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sepc_torch.head.densities import fit_densities
-from sepc_torch.head.moments import EmbeddingMoments
-from sepc_torch.head.projection import projection_from
-from sepc_torch.head.shared_gaussian import shared_gaussian
+from sepc_torch.head.evidence.densities import fit_densities
+from sepc_torch.head.evidence.shared_gaussian import shared_gaussian
+from sepc_torch.head.reading.moments import EmbeddingMoments
+from sepc_torch.head.reading.projection import projection_from
 
 Rng = np.random.Generator
 

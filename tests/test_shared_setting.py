@@ -13,7 +13,7 @@ import pytest
 from threadpoolctl import ThreadpoolController
 
 from sepc_torch.data.shared_setting import SharedSetting
-from sepc_torch.partitioning.threads import one_thread
+from sepc_torch.partitioning.processes import one_thread
 from sepc_torch.solvers.programs import solve
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from synthetic_models import synthetic
 
+from experiments.speed.synthetic_models import synthetic
 from sepc_torch import Rule
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import MissingIndicator, SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from sepc_torch import FileFormatError, TrustHead
+from sepc_torch import DriftMonitor, FileFormatError, TrustHead, write_report
 from sepc_torch.data import files
-from sepc_torch.data.table_encoding import TableEncoding
+from sepc_torch.data.table_encoding import CategoryColumn, TableEncoding
 
 Rng = np.random.Generator
 NUMBERS, CATEGORIES = ["a", "b", "c"], ["colour", "shape"]
@@ -56,6 +59,19 @@ def test_encoding_equals_scikit_learn(rng: Rng) -> None:
     for table in (train, new):
         np.testing.assert_allclose(encoding.encode(table).points, of_sklearn(train, table), rtol=0, atol=1e-12)
     assert len(encoding.feature_names) == encoding.encode(train).points.shape[1]
+
+
+def test_memory_grows_with_the_rows_and_not_with_the_square_of_the_categories() -> None:
+    names = tuple(map(str, range(5000)))
+    encoding = TableEncoding((), (CategoryColumn("c", names, False),))
+    tracemalloc.start()
+    try:
+        found = encoding.encode({"c": np.array(["7", "4999"], dtype=object)}).points
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.argwhere(found).tolist() == [[0, 7], [1, 4999]]
+    assert peak < 5e6, "a matrix of all pairs of categories has 200 MB"
 
 
 def test_text_is_encoded_like_numbers(rng: Rng) -> None:
@@ -127,6 +143,38 @@ def test_a_head_with_an_encoding_takes_tables(
     for found in (again.judge(shuffled), again.judge(points)):
         np.testing.assert_array_equal(found.joint, head.judge(points).joint)
     assert again.predict(shuffled).tolist() == head.predict(points).tolist()
+
+
+def test_a_head_with_an_encoding_knows_raw_columns_from_encoded_features(
+    fitted: tuple[TrustHead, pd.DataFrame, np.ndarray],
+) -> None:
+    """Numbers without names could be either, so they are refused; all forms of a table give one answer."""
+    head, table, labels = fitted
+    head.calibrate(table[200:], labels[200:])
+    held = table[200:240]
+    want = head.judge(held)
+    features = head.encode(held)
+    columns = {str(name): held[name].to_numpy() for name in held}
+    for given in (features, columns, pa.Table.from_pandas(held)):
+        np.testing.assert_array_equal(head.judge(given).joint, want.joint)
+    np.testing.assert_array_equal(head(torch.from_numpy(features)).joint, want.joint)
+    numbers = np.asarray(features)
+    for bare in (numbers, numbers.tolist(), torch.from_numpy(numbers), held[NUMBERS].to_numpy()):
+        for call in (
+            head.judge,
+            head.explain,
+            head.encode,
+            head.predict,
+            head.novelties,
+            DriftMonitor(head).update,
+            lambda z: head.calibrate(z, labels[200:240]),
+            lambda z: head.update(z, labels[200:240]),
+            lambda z: write_report(head, z, labels[200:240]),
+        ):
+            with pytest.raises(TypeError, match=r"does not say whether its numbers are encoded. Pass the table"):
+                call(bare)
+    with pytest.raises(ValueError, match="more than one column 'a'"):
+        head.judge(pd.concat([held, held[["a"]]], axis=1))
 
 
 def test_a_file_with_another_encoding_is_refused(

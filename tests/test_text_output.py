@@ -8,19 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
 from sepc_torch import SEPC, landscape, partition
-from sepc_torch.cli_tables import read_table, write_table
-from sepc_torch.data.csv_cells import escape_cell, unescape_cell
-from sepc_torch.data.text_table import printable, text_table
+from sepc_torch.cli.row_files import open_rows, score_writer
+from sepc_torch.data.text import escape_cell, printable, text_table, unescape_cell
+from sepc_torch.head.drift import AccuracyEstimate, DriftReport, Move
 from sepc_torch.training.trust_table import TrustTable, write_records
 
 Rng = np.random.Generator
 # Characters that matter to spreadsheets and to CSV, and a few that do not.
-ALPHABET = list("=+-@\t\r\n'\",;1.eE| a\u00e9")
-DANGEROUS = ("=", "+", "-", "@", "\t", "\r", "\n")
+FULL_WIDTH = ["\uff1d", "\uff0b", "\uff0d", "\uff20"]
+ALPHABET = [*"=+-@\t\r\n'\",;1.eE| a\u00e9", *FULL_WIDTH]
+DANGEROUS = ("=", "+", "-", "@", "\t", "\r", "\n", *FULL_WIDTH)
 
 
 def texts(rng: Rng, number: int = 300) -> list[str]:
@@ -43,6 +45,10 @@ class TestCells:
             assert is_number(cell) or not cell.startswith(DANGEROUS)
             assert cell in (text, f"'{text}")
             assert unescape_cell(cell) == text
+
+    def test_a_spreadsheet_skips_nul(self) -> None:
+        assert escape_cell("\0=1") == "'\0=1"
+        assert unescape_cell("'\0=1") == "\0=1"
 
     @pytest.mark.parametrize("number", ["-5", "+1.5", "-.5e-3", "-1E+9", "-0"])
     def test_numbers_stay_numbers(self, number: str) -> None:
@@ -69,12 +75,13 @@ class TestCells:
         assert read == [header, *(list(row.values()) for row in rows)]
 
     def test_tables_of_the_command_line_are_read_back(self, rng: Rng, tmp_path: Path) -> None:
-        names = [f"{text} x" for text in texts(rng)]  # with a letter, so that pandas reads no name as a number or a gap
-        frame = pd.DataFrame({"=a": names, "-b x": -np.arange(float(len(names))), "@c": "plain"})
-        write_table(frame, tmp_path / "t.csv")
-        read = read_table(tmp_path / "t.csv").frame
-        assert read.columns.tolist() == frame.columns.tolist()
-        assert read.to_numpy().tolist() == frame.to_numpy().tolist()
+        names = [f"{text} x" for text in texts(rng)]
+        table = pa.table({"=a": names, "-b x": [str(-i) for i in range(len(names))], "@c": ["plain"] * len(names)})
+        with score_writer(tmp_path / "t.csv") as writer:
+            writer.write(table)
+        file = open_rows(tmp_path / "t.csv")
+        assert file.names == table.column_names
+        assert pa.concat_tables(piece.table for piece in file.pieces(file.names)).to_pydict() == table.to_pydict()
         first = pd.read_csv(tmp_path / "t.csv")
         assert not any(str(cell).startswith(DANGEROUS) for cell in [*first.columns, *first.iloc[:, 0]])
 
@@ -93,6 +100,13 @@ class TestPrintable:
     def test_tables(self) -> None:
         shown = text_table(["a\x1b[2J", "n"], [["\x1b]0;x\x07", 1], ["b\nc", 2]])
         assert shown.splitlines() == ["a\\x1b[2J      n", "\\x1b]0;x\\x07  1", "b\\nc          2"]
+
+    def test_drift_reports(self) -> None:
+        move = Move("gained", ("\x1b[2Jred", "b"), (3,), expected=0.1, share=0.5, since=7, evidence=9.0)
+        accuracy = AccuracyEstimate(0.9, 0.8, 1.0)
+        shown = str(DriftReport(100, 0.001, True, 50, 7, (move,), accepted=0.5, accuracy=accuracy))
+        assert "\x1b" not in shown
+        assert "class \\x1b[2Jred, b, regions 3 gained traffic" in shown
 
     def test_records_of_a_model(self, rng: Rng) -> None:
         x = np.concatenate([rng.normal(size=(20, 2)), rng.normal(size=(20, 2)) + 20])

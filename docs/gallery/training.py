@@ -41,7 +41,7 @@ class Digits(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=5e-3)
 
 
-model, monitor = Digits(), TrustMonitor("backbone", flag_rate=0.1)
+model, monitor = Digits(), TrustMonitor(flag_rate=0.1)
 trainer = L.Trainer(max_epochs=6, accelerator="cpu", callbacks=[monitor], logger=False, enable_checkpointing=False,
                     enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
 trainer.fit(model, DataLoader(train, 64, shuffle=True), DataLoader(val, 500))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -24,6 +25,7 @@ from sepc_torch import HeadPrediction, TrustHead
 from sepc_torch.plot import COLORS
 
 FOLDER = Path(__file__).parent
+INK = "#808080"  # legible on white and on black
 STEPS = 121  # grid points in each direction
 LOW, HIGH = np.array([-2.2, -1.9]), np.array([4.2, 3.1])
 TITLES = {
@@ -82,7 +84,13 @@ def draw_map(ax: Axes, found: Example, values: np.ndarray, title: str, steps: in
 
 def draw_all(folder: Path = FOLDER, steps: int = STEPS) -> list[Path]:
     """Write one picture for each number, and the picture of README.md; return their paths."""
-    found = example(steps)
+    with rc_context(
+        dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    ):
+        return _draw_all(folder, example(steps), steps)
+
+
+def _draw_all(folder: Path, found: Example, steps: int) -> list[Path]:
     written = []
     for name, title in TITLES.items():
         field = "network_trust" if name == "trust" else name
@@ -106,7 +114,7 @@ def draw_all(folder: Path = FOLDER, steps: int = STEPS) -> list[Path]:
         "joint",
     )
     _line(right, found.values.accept.numpy(), steps)
-    right.legend(loc="upper right", fontsize=8)
+    right.legend(loc="upper right", fontsize=8, labelcolor="black", facecolor="white")
     written.append(_save(figure, folder / "readme.png"))
     return written
 
@@ -118,10 +126,10 @@ def _line(ax: Axes, inside: np.ndarray, steps: int) -> None:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Write a picture of 96 colours, a third of the size of one with all of them."""
+    """Write a picture without a ground, of 128 colours: a third of the size of one with all of them."""
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120)
-    Image.open(drawn).convert("RGB").quantize(96, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    figure.savefig(drawn, dpi=120, transparent=True)
+    Image.open(drawn).quantize(128, Image.Quantize.FASTOCTREE).save(path, optimize=True)
     return path
 
 

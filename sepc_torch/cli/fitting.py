@@ -5,284 +5,292 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from sklearn.exceptions import ConvergenceWarning
 
-from sepc_torch.cli.paper import Jobs, MaxImpure, NearestBy, Solver, Standardize, fit_paper
-from sepc_torch.cli.shell import (
-    AsJson,
-    Categorical,
-    Classes,
-    Data,
-    Delta,
-    FlagRate,
-    Ignored,
-    Label,
-    Logits,
-    MaxRows,
-    Missing,
-    Model,
-    Risk,
-    Seed,
-    Separator,
-    app,
-    by_label,
-    existing_model,
-    new_model,
-    note,
-    one_line_errors,
-    print_json,
+from sepc_torch.cli import shell
+from sepc_torch.cli.columns import notes_on_columns
+from sepc_torch.cli.heads import HeadRows, calibrated_labels, set_promise
+from sepc_torch.cli.row_files import open_rows
+from sepc_torch.cli.training_rows import (
+    ColumnOptions,
+    TrainingRows,
+    equal_rows,
+    leaks,
+    notes_on_leaks,
+    notes_on_rows,
+    training_rows,
+    unit_names,
 )
-from sepc_torch.data.text_table import printable
+from sepc_torch.data.table_encoding import category_texts, row_hashes
+from sepc_torch.data.text import printable
+from sepc_torch.head.calibration.calibration import LEAST_CALIBRATION
+from sepc_torch.head.reading.defaults import default_dim
+from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.shapes import Array, Int
+from sepc_torch.sklearn.tables import check_kind, fit_classifier
 
 # Share of the rows that calibrate.
 _HELD = 0.25
-# Share of rows that a new head refuses, where the user asks for nothing else.
-_FLAG_RATE = 0.05
-_SCOPE = " It holds for rows drawn like the calibration rows."
+# Dimensions that a head may be reduced to, so that its smallest class has twice as many rows.
+_LEAST_DIM = 8
+# Rows that ellipsoids are fitted to where a classifier gives the labels, and the least number of each class: they then
+# describe regions, and overlapping classes take time that grows faster than their rows.
+_MOST_FITTED, _LEAST_SAMPLE = 2**12, 2**8
+_NAMES = {"boosting": "gradient boosting", "forest": "a random forest", "logistic": "a logistic regression"}
 
 
-class Rows(NamedTuple):
-    """Rows that a user must add for each further calibration row, and their name."""
-
-    number: float = 1.0
-    name: str = "calibration rows"
-
-
-_CALIBRATION = Rows()
-
-
-class Promise(NamedTuple):
-    """The acceptance threshold of a head, in words and numbers."""
-
-    text: str
-    numbers: dict[str, Any]
-
-
-@app.command()
-@one_line_errors()
 def fit(
-    data: Data,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Model file to write (.safetensors).")],
-    label: Label = None,
-    drop: Ignored = None,
-    categorical: Categorical = None,
-    missing: Missing = None,
+    data: shell.Data,
+    output: shell.NewModel,
+    label: shell.Label = None,
+    drop: shell.Ignored = None,
+    categorical: shell.Categorical = None,
+    missing: shell.Missing = None,
     identify: Annotated[
         str | None, typer.Option("--id", help="Column that names the rows in explanations. Default: row number.")
     ] = None,
-    logits: Logits = None,
-    classes: Classes = None,
-    risk: Risk = None,
-    delta: Delta = 0.05,
-    flag_rate: FlagRate = None,
-    sep: Separator = None,
-    max_rows: MaxRows = None,
-    seed: Seed = 0,
-    jobs: Jobs = None,
-    paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Fit the paper's classifier, without calibration; reads the whole file at once."),
-    ] = False,
-    max_impure: MaxImpure = None,
-    standardize: Standardize = True,
-    nearest: Annotated[NearestBy, typer.Option(help=f"{NearestBy.__doc__} (--paper)")] = NearestBy.euclidean,
-    solver: Solver = "native",
+    logits: shell.Logits = None,
+    classes: shell.Classes = None,
+    units: shell.Units = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Classifier that gives the labels: boosting, forest, logistic, sepc (the ellipsoids alone), or "
+            "module:object for your own estimator. Default: boosting; sepc for embeddings, unless they have --logits."
+        ),
+    ] = None,
+    risk: shell.Risk = None,
+    delta: shell.Delta = 0.05,
+    flag_rate: shell.FlagRate = None,
+    sep: shell.Separator = None,
+    encoding: shell.Encoding = None,
+    decimal: shell.Decimal = None,
+    na_values: shell.NaValues = None,
+    max_rows: shell.MaxTableRows = None,
+    seed: shell.Seed = 0,
+    jobs: shell.Jobs = None,
+    max_impure: shell.MaxImpure = None,
+    solver: shell.Solver = "native",
     keep_points: Annotated[
         bool, typer.Option("--keep-points", help="Keep the training rows in the model, to update it later in Python.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: shell.AsJson = False,
 ) -> None:
     """Fit a model to labelled rows, and calibrate it on a quarter of them."""
-    output = new_model(output)
-    if paper:
-        calibrated: dict[str, Any] = {
-            "categorical": categorical,
-            "missing": missing,
-            "logits": logits,
-            "classes": classes,
-        }
-        calibrated |= {"id": identify, "sep": sep, "risk": risk, "flag-rate": flag_rate, "keep-points": keep_points}
-        for option, given in calibrated.items():
-            if given:
-                raise ValueError(f"--{option} does not go with --paper, which reads plain tables of numbers.")
-        fit_paper(data, output, label, drop, max_impure, standardize, nearest, solver, jobs, as_json)
-        return
-    from sepc_torch.cli.columns import notes_on_columns
-    from sepc_torch.cli.row_files import open_rows
-    from sepc_torch.cli.training_rows import ColumnOptions, notes_on_rows, training_rows
-    from sepc_torch.data.table_encoding import category_texts
-    from sepc_torch.head.trust_head import TrustHead
-
-    file = open_rows(data, sep)
-    options = ColumnOptions(label, drop, categorical, missing, identify, logits, classes)
+    output = shell.new_model(output)
+    if model not in (None, "sepc"):
+        check_kind(model)
+    file = open_rows(data, sep, encoding)
+    options = ColumnOptions(label, drop, categorical, missing, identify, logits, classes, units, na_values)
+    options = options._replace(decimal=shell.decimal_mark(decimal))
     rows = training_rows(file, options, max_rows, seed)
-    held, kept = _split(rows.targets, seed)
+    if model is None:
+        model = "sepc" if rows.embeddings else "boosting"
+    elif rows.embeddings and model != "sepc":
+        raise ValueError("--model is for tables, and these rows are embeddings of a network: leave it out.")
+    if identify is not None and units is None:
+        names = rows.sample.table.column(identify)
+        repeated = len(names) - len(names.unique())
+        if repeated:
+            shell.note(
+                f"{repeated} rows repeat an id of {printable(identify)}. Rows with the same id are not independent, "
+                f"and the promise holds for independent rows only: pass --units {printable(identify)}."
+            )
+    unit = unit_names(rows.sample, units)
+    groups = equal_rows(rows) if unit is None else None
+    held, kept = _split(rows.targets, unit if groups is None else groups, seed)
+    if groups is not None and len(_sizes(rows, kept)) < len(rows.classes):  # a class lies in repeated rows only
+        groups = None
+        held, kept = _split(rows.targets, None, seed)
     train, calibrating = rows.sample.take(kept), rows.sample.take(held)
-    encoding = rows.encoding(train)
+    encoded = rows.encoding(train)
+    points = rows.points(train, encoded)
+    classifier, dim, most = None, None, None
+    if model != "sepc":
+        assert encoded is not None
+        sizes = _sizes(rows, kept)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=ConvergenceWarning)  # the labels are measured below
+            classifier = fit_classifier(model, points, rows.targets[kept], encoded, seed)
+        least = int(sizes.min()) // 2
+        dim = min(least, default_dim(sizes, points.shape[1])) if least >= _LEAST_DIM else None
+        most = max(_LEAST_SAMPLE, _MOST_FITTED // len(sizes))
     head = TrustHead.fit(
-        rows.points(train, encoding),
+        points,
         rows.targets[kept],
+        dim=dim,
         normalize="l2" if rows.embeddings else None,
         nan_policy="flag",
         max_impure=max_impure,
+        max_per_class=most or "auto",
         n_jobs=jobs,
-        solver=solver,
+        partition={"solver": solver},
         keep_points=keep_points,
-        classes=rows.classes,
+        encoding=encoded,
+        classifier=classifier,
+        classes=rows.classes if classifier is None else np.unique(rows.targets).tolist(),  # as the classifier's
         ids=train.rows if identify is None else category_texts(train.table.column(identify).to_pylist()).tolist(),
     )
-    names = tuple(rows.features) if rows.embeddings and file.named else None
-    parts = head.projection, head.sepc, head.evidence, names, head.reference_ids, head.training_set
-    head = TrustHead(*parts, encoding=encoding)
-    head.calibrate(rows.points(calibrating, encoding), rows.targets[held], rows.logits_of(calibrating), seed=seed)
-    promise = promise_of(head, risk, delta, flag_rate, Rows(1.0 / _HELD, "rows in the file (a quarter calibrates)"))
+    if rows.embeddings and file.named:
+        head.feature_names = tuple(rows.features)
+    calibrating_points, of_units = rows.points(calibrating, encoded), None if unit is None else unit[held]
+    _keep_hashes(head, points, calibrating_points)
+    head.calibrate(calibrating_points, rows.targets[held], rows.logits_of(calibrating), seed=seed, units=of_units)
+    promise = set_promise(head, risk, delta, flag_rate, 1.0 / _HELD, "rows in the file (a quarter calibrates)")
     head.save(output)
     notes_on_columns(rows.columns)
     notes_on_rows(rows.sample)
+    leaking = []
+    if encoded is not None:
+        both = encoded.columns_of(np.concatenate([points, calibrating_points]))
+        order = [*(c.name for c in encoded.categories), *(c.name for c in encoded.numbers)]
+        targets = np.concatenate([rows.targets[kept], rows.targets[held]])
+        leaking = leaks(both, targets, np.arange(len(both)) >= len(points), order)
+        notes_on_leaks(leaking)
+    if groups is not None:
+        repeats = 1 - len(np.unique(groups)) / len(groups)
+        shell.note(f"{repeats:.1%} of the rows repeat another row; equal rows fit together or calibrate together")
+    right, common = _accuracy(head), _commonest(rows, held)
+    if right <= common:
+        shell.note(
+            f"the labels are right in {right:.1%} of the calibration rows, and always saying the commonest label is "
+            f"right in {common:.1%}: the columns tell little about the label"
+        )
     counts = Counter(rows.targets.tolist())
     if as_json:
         described = {
             "model": str(output),
+            "classifier": model,
             "points": len(rows.targets),
             "fitted": len(kept),
             "calibrated": len(held),
+            "accuracy": right,
+            "commonest": common,
             "features": rows.features,
             "categories": rows.columns.categories,
             "encoded": head.in_features,
-            "classes": by_label(rows.classes, [counts[name] for name in rows.classes]),
+            "classes": shell.by_label(rows.classes, [counts[name] for name in rows.classes]),
             "logits": rows.logits,
             "ellipsoids": len(head.sepc.bank),
             "suspicious": rows.columns.suspicious,
-            "dates": rows.columns.dates,
+            "dates": list(rows.columns.dates),
+            "empty": list(rows.columns.left_out),
+            "leaks": leaking,
             "left_out": len(rows.sample.left_out),
         }
-        print_json(described | {"promise": promise.numbers})
+        shell.print_json(described | {"promise": promise})
         return
     print(f"Rows: {len(rows.targets)}, of which {len(kept)} fit and {len(held)} calibrate (seed {seed}).")
     print(f"Classes: {', '.join(f'{printable(name)} ({counts[name]})' for name in rows.classes)}")
-    print(f"Features: {', '.join(_described(name, encoding) for name in rows.features)}")
-    if encoding is not None and head.in_features != len(rows.features):
+    print(f"Features: {', '.join(_described(name, encoded) for name in rows.features)}")
+    if encoded is not None and head.in_features != len(rows.features):
         print(f"Encoded as {head.in_features} numbers.")
     if rows.logits:
         pairs = zip(rows.logits, rows.classes, strict=True)
         print(f"Logits: {', '.join(f'{printable(column)} for {printable(name)}' for column, name in pairs)}")
-    print(f"{promise.text}\nWritten: {printable(output)}")
+    whose = "the network" if rows.logits else "the ellipsoids" if classifier is None else _NAMES.get(model, model)
+    print(
+        f"Labels: those of {printable(whose)}, {right:.1%} right on the calibration rows (always the commonest label: "
+        f"{common:.1%})."
+    )
+    print(f"{promise['text']}\nWritten: {printable(output)}")
 
 
-@app.command()
-@one_line_errors()
+def _sizes(rows: TrainingRows, kept: Int[Array, "n"]) -> Int[Array, "C"]:
+    """Number of training rows of each class."""
+    return np.unique(rows.targets[kept], return_counts=True)[1]
+
+
+def _keep_hashes(head: TrustHead, points: Any, calibrating: Any) -> None:
+    """Keep a hash of every row, and the share of calibration rows that equal a row of the fit."""
+    fitted, held = row_hashes(points), row_hashes(calibrating)
+    head.fitted_rows = np.unique(np.concatenate([fitted, held]))
+    head.repeats = float(np.isin(held, fitted).mean())
+
+
+def _accuracy(head: TrustHead) -> float:
+    """Share of right labels among all calibration rows."""
+    labels = calibrated_labels(head)
+    return float((labels.point_label == labels.point_class).double().mean())
+
+
+def _commonest(rows: TrainingRows, held: Int[Array, "n"]) -> float:
+    """Share of the commonest class among the calibration rows."""
+    return float(np.unique(rows.targets[held], return_counts=True)[1].max() / len(held))
+
+
 def calibrate(
-    model: Model,
-    data: Data,
-    label: Label = None,
+    model: shell.Model,
+    data: shell.Data,
+    label: shell.Label = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Model file to write; by default the model is replaced.")
     ] = None,
-    logits: Logits = None,
-    risk: Risk = None,
-    delta: Delta = 0.05,
-    flag_rate: FlagRate = None,
-    sep: Separator = None,
-    max_rows: MaxRows = None,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    logits: shell.Logits = None,
+    units: shell.Units = None,
+    risk: shell.Risk = None,
+    delta: shell.Delta = 0.05,
+    flag_rate: shell.FlagRate = None,
+    sep: shell.Separator = None,
+    encoding: shell.Encoding = None,
+    max_rows: shell.MaxTableRows = None,
+    seed: shell.Seed = 0,
+    trust: shell.Trust = False,
+    as_json: shell.AsJson = False,
 ) -> None:
     """Calibrate a model on labelled rows that it was not fitted on."""
-    from sepc_torch.cli.columns import chosen_label, logit_columns
-    from sepc_torch.cli.head_rows import labelled_points
-    from sepc_torch.cli.row_files import open_rows
-    from sepc_torch.cli.training_rows import notes_on_rows
-    from sepc_torch.head.trust_head import TrustHead
-
-    model = existing_model(model)
-    output = new_model(output or model)
-    head = TrustHead.load(model)
-    file = open_rows(data, sep)
-    label = chosen_label(file, label)
-    rows = labelled_points(head, file, label, logit_columns(file, logits, head.classes), max_rows, seed)
-    before = head.promise
-    head.calibrate(rows.z, rows.targets, rows.logits, seed=seed)
-    if risk is None and flag_rate is None and before is not None and before.risk is not None and before.by is None:
-        risk, delta = before.risk, before.delta  # the promise that the model had
-    promise = promise_of(head, risk, delta, flag_rate)
+    model = shell.existing_model(model)
+    output = shell.new_model(output or model)
+    given = HeadRows(model, data, sep, logits, label, [units], encoding, trust)
+    head, rows = given.head, given.labelled(max_rows, seed)
+    before, head.order_stated = head.promise, True  # the columns are in the order of head.classes
+    if before is not None and (risk is not None or flag_rate is not None or not before.chosen):
+        before = None
+    of_units = unit_names(rows.sample, units)
+    if before is None or (before.by is None and (not before.units or of_units is not None)):
+        if before is not None:
+            risk, delta, flag_rate = before.risk, before.delta, before.flag_rate
+        head.promise = None
+        head.calibrate(rows.z, rows.targets, rows.logits, seed=seed, units=of_units)
+        promise = set_promise(head, risk, delta, flag_rate)
+    else:  # thresholds of groups, set in Python, or over units, which these rows do not have
+        head.calibrate(rows.z, rows.targets, rows.logits, seed=seed, units=of_units)
+        assert head.promise is not None
+        promise = {"text": f"Promise: {head.promise}.", **head.promise._asdict()}
     head.save(output)
     notes_on_rows(rows.sample)
     if as_json:
         counts = {"calibrated": len(rows.targets), "left_out": len(rows.sample.left_out)}
-        print_json({"model": str(output), **counts, "promise": promise.numbers})
+        shell.print_json({"model": str(output), **counts, "promise": promise})
     else:
-        print(f"Rows: {len(rows.targets)} calibrate (seed {seed}).\n{promise.text}\nWritten: {printable(output)}")
+        print(f"Rows: {len(rows.targets)} calibrate (seed {seed}).\n{promise['text']}\nWritten: {printable(output)}")
 
 
-def use_promise(head: Any, risk: float | None, delta: float, flag_rate: float | None) -> None:
-    """Set the acceptance threshold of a head if the user asks for a promise; note a promise that cannot be kept."""
-    if risk is not None or flag_rate is not None:
-        promise = promise_of(head, risk, delta, flag_rate)
-        if not promise.numbers["found"]:
-            note(promise.text)
+def _split(targets: Any, units: Any, seed: int) -> tuple[Any, Any]:
+    """Positions of the rows that calibrate and of those that fit: a quarter and the rest, by chance in each class.
 
-
-def promise_of(
-    head: Any, risk: float | None, delta: float, flag_rate: float | None, rows: Rows = _CALIBRATION
-) -> Promise:
-    """Set the acceptance threshold of a calibrated head; return what is promised.
-
-    Args:
-        head: The head.
-        risk: Allowed share of wrong labels among the accepted ones, or None.
-        delta: Allowed probability that the promise of ``risk`` fails.
-        flag_rate: Allowed share of refused rows, or None; 5 % if neither is given.
-        rows: Rows to add if there are too few.
+    Whole units calibrate or fit; the class of a unit is that of its first row. Without units every row is one.
     """
-    if risk is not None and flag_rate is not None:
-        raise ValueError("Pass --risk or --flag-rate, not both: one threshold keeps one promise.")
-    labels = head.calibration.network if head.calibration.network.done else head.calibration.own
-    wanted = _FLAG_RATE if flag_rate is None else flag_rate
-    if risk is None and flag_rate is None:
-        flag_rate = labels.least_flag_rate(_FLAG_RATE)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The head accepts", UserWarning)  # the promise says so
-        found = head.accept_at(risk=risk, delta=delta, flag_rate=flag_rate)
-    if risk is not None:
-        text = (
-            f"Promise: with probability {1 - delta:.0%} over the calibration rows, at most {risk:.1%} of the accepted "
-            f"labels are wrong.{_SCOPE}"
-        )
-        if not found.found:
-            text = f"No promise, nothing is accepted: {labels.shortfall(risk, delta, *rows)}"
-    else:
-        text = f"Promise: on average at most {flag_rate:.1%} of new rows are refused.{_SCOPE}"
-        if labels.least_flag_rate(wanted) > wanted:
-            text += f"\nNote: {labels.flag_rate_shortfall(wanted, *rows)}"
-    if found.found:
-        text += f"\nOn the {found.points} calibration rows that set the threshold: {found.coverage:.1%} accepted"
-        text += "." if found.coverage == 0 else f", {found.error:.1%} of the accepted labels wrong."
-    asked = {"text": text, "risk": risk, "delta": delta if risk is not None else None, "flag_rate": flag_rate}
-    return Promise(text, {**asked, **found._asdict()})
-
-
-def _split(targets: Any, seed: int) -> tuple[Any, Any]:
-    """Positions of the rows that calibrate and of those that fit: a quarter and the rest, by chance in each class."""
-    import numpy as np
-
-    from sepc_torch.head.calibration_set import LEAST_CALIBRATION
-
     rng = np.random.default_rng(seed)
     classes, codes = np.unique(targets, return_inverse=True)
     if len(classes) < 2:
         raise ValueError(f"The labels hold the single class {classes.tolist()[0]!r}; a model needs at least two.")
+    names = np.arange(len(targets)) if units is None else units
+    _, first, unit = np.unique(names, return_index=True, return_inverse=True)
     held = []
     for code in range(len(classes)):
-        own = np.flatnonzero(codes == code)
+        own = np.flatnonzero(codes[first] == code)
         held.append(rng.permutation(own)[: round(_HELD * len(own))])
-    chosen = np.sort(np.concatenate(held))
+    chosen = np.flatnonzero(np.isin(unit, np.concatenate(held)))
     if len(chosen) < LEAST_CALIBRATION:
         raise ValueError(
             f"{len(targets)} rows are too few: a quarter of them calibrates, which takes at least {LEAST_CALIBRATION}. "
             f"Add about {round((LEAST_CALIBRATION - len(chosen)) / _HELD)} rows, or fit the paper's classifier with "
-            "--paper."
+            "`sepc paper fit`."
         )
     return chosen, np.setdiff1d(np.arange(len(targets)), chosen)
 
@@ -293,6 +301,8 @@ def _described(name: str, encoding: Any) -> str:
         for column in encoding.categories:
             if column.name == name:
                 return f"{shown} ({len(column.categories)} categories{' and other' if column.other else ''})"
+        if any(column.name == name for column in encoding.dates):
+            return f"{shown} (date)"
         if any(column.name == name and column.gaps for column in encoding.numbers):
             return f"{shown} (with gaps)"
     return shown

@@ -1,27 +1,50 @@
-"""The paper's classifier on the command line: fit, score and explain, and the overlap of classes (extra ``cli``)."""
+"""The commands ``sepc paper``: the paper's classifier, which takes tables of numbers and has no calibration.
+
+Every cell must be a finite number: there is no row without a label, and no row is left out.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
 import typer
 
-from sepc_torch.cli.shell import AsJson, Data, Ignored, Label, app, by_label, note, one_line_errors, print_json
-from sepc_torch.data.text_table import printable
+from sepc_torch.cli import shell
+from sepc_torch.cli.columns import (
+    IdColumns,
+    chosen_label,
+    class_names,
+    encoded_rows,
+    feature_columns,
+    label_texts,
+    label_values,
+    model_columns,
+    refuse_other_types,
+)
+from sepc_torch.cli.row_files import Piece, RowFile, open_rows, score_writer
+from sepc_torch.cli.tally import RuleTally
+from sepc_torch.data.files import FileFormatError, kind_of
+from sepc_torch.data.memory import check_memory
+from sepc_torch.data.text import printable
+from sepc_torch.model.prediction import Prediction
+from sepc_torch.model.rules import Rule
+from sepc_torch.model.sepc import SEPC
+from sepc_torch.partitioning.fit import partition
+from sepc_torch.partitioning.landscape import landscape
+from sepc_torch.shapes import Array, Float
 
-if TYPE_CHECKING:
-    from sepc_torch.cli_tables import Table
-    from sepc_torch.model.prediction import Prediction
-    from sepc_torch.model.sepc import SEPC
-    from sepc_torch.shapes import Array, Float, Int
-
-# Rows per batch when scoring: large enough to use all cores, small enough for the progress bar to move.
-_BATCH = 2**16
 # Number of points of other classes that an ellipsoid may contain, as in the paper.
 _MAX_IMPURE = 2
+# Peak memory of a fit as a multiple of its numbers in float64: pieces, the whole table, and the copies of a partition.
+_COPIES = 5
 
 
 class NearestBy(StrEnum):
@@ -31,46 +54,38 @@ class NearestBy(StrEnum):
     euclidean = "euclidean"
 
 
-MaxImpure = Annotated[
-    int | None, typer.Option(min=0, help="Number of points of other classes that an ellipsoid may contain.")
-]
-Standardize = Annotated[
-    bool, typer.Option(help="Scale features to standard deviation 1 to separate the classes (--paper).")
-]
-Solver = Annotated[str, typer.Option(help="native, or the name of an installed cvxpy solver.")]
-Jobs = Annotated[int | None, typer.Option(help="Processes, for more than two classes; -1 uses every core.")]
+Model = Annotated[Path, typer.Argument(help="Model file written by `sepc paper fit` or SEPC.save.")]
+MaxImpure = Annotated[int, typer.Option(min=0, help="Points of other classes that an ellipsoid may contain.")]
+Standardize = Annotated[bool, typer.Option(help="Scale features to standard deviation 1 to separate the classes.")]
 
 
-def fit_paper(
-    data: Path,
-    output: Path,
-    label: str | None,
-    drop: Sequence[str] | None,
-    max_impure: int | None,
-    standardize: bool,
-    nearest: NearestBy,
-    solver: str,
-    jobs: int | None,
-    as_json: bool,
+def fit(
+    data: shell.Data,
+    output: shell.NewModel,
+    label: shell.Label = None,
+    drop: shell.Ignored = None,
+    sep: shell.Separator = None,
+    max_impure: MaxImpure = _MAX_IMPURE,
+    standardize: Standardize = True,
+    nearest: Annotated[NearestBy, typer.Option(help=NearestBy.__doc__)] = NearestBy.euclidean,
+    solver: shell.Solver = "native",
+    jobs: shell.Jobs = None,
+    as_json: shell.AsJson = False,
 ) -> None:
-    """Fit ellipsoids to labelled points and write the frozen classifier."""
-    from sepc_torch.cli_tables import read_table
-    from sepc_torch.model.sepc import SEPC
-    from sepc_torch.partitioning.fit import partition
-
-    max_impure = _MAX_IMPURE if max_impure is None else max_impure
-    frame, targets = _labelled(read_table(data), label, drop)
+    """Fit ellipsoids to labelled rows."""
+    output = shell.new_model(output)
+    frame, targets = _labelled_table(open_rows(data, sep), label, drop or [])
     found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
     SEPC.from_partition(found, nearest.value).save(output)
     if not as_json:
         print(f"{found}\n\nWritten: {printable(output)}")
         return
-    print_json(
+    shell.print_json(
         {
             "model": str(output),
             "points": int(found.class_counts.sum()),
             "features": list(frame.columns),
-            "classes": by_label(found.classes.tolist(), found.class_counts.tolist()),
+            "classes": shell.by_label(found.classes.tolist(), found.class_counts.tolist()),
             "ellipsoids": len(found),
             "cells": len(found.ledger.cell_sizes),
             "made": dict(found.made),
@@ -79,87 +94,82 @@ def fit_paper(
     )
 
 
-def score_paper(
-    sepc: SEPC,
-    data: Path,
-    output: Path,
-    label: str | None,
-    identify: Sequence[str] | None,
-    threshold: float,
-    as_json: bool,
+def score(
+    model: Model,
+    data: shell.Data,
+    output: shell.Scores,
+    label: shell.TrueLabel = None,
+    identify: shell.Copied = None,
+    sep: shell.Separator = None,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Lowest trust of an accepted label.")] = 0.95,
+    as_json: shell.AsJson = False,
 ) -> None:
-    """Label new points with the paper's classifier and compute the trust in each label."""
-    from sepc_torch.cli_tables import numbers, read_table, require, scored_table, summary, write_table
-
-    table = read_table(data)
-    label, identify = label or table.label, list(dict.fromkeys(identify or []))
-    require(table, [*identify, *([] if label is None else [label])])
-    columns, ignored = _features(sepc, table, {label, *identify})
-    truth = None if label is None else _truth(sepc, table, label)
-    out = _predict(sepc, numbers(table, columns))
-    scored = scored_table(out, sepc.classes)
-    clash = sorted(set(identify) & set(scored.columns))
-    if clash:
-        raise ValueError(f"--id {clash[0]!r} is also the name of a score; rename the column or leave out --id.")
-    if identify:
-        scored = table.frame[identify].join(scored)
-    else:
-        scored.insert(0, "row", range(len(scored)))
-    write_table(scored, output)
-    if ignored:
-        note(f"columns not used by the model: {', '.join(ignored)}")
-    found = summary(out, truth, threshold)
+    """Label new rows, and compute the trust in each label."""
+    shell.check_writable(output, shell.WRITABLE, data)
+    sepc, file = _load(model), open_rows(data, sep)
+    label = label or file.label
+    ids = IdColumns(file, identify or [], output.name.lower().endswith(".parquet"))
+    others = [*ids.names, *([] if label is None else [label])]
+    file.require(others)
+    features = _features(sepc, file, others)
+    columns = list(dict.fromkeys([*features, *others]))
+    tally = RuleTally(sepc.classes, threshold)
+    given: Counter[Any] = Counter()
+    with score_writer(output) as writer:
+        for piece in file.pieces(columns, "score"):
+            rows = range(tally.rows, tally.rows + piece.table.num_rows)
+            out = sepc(torch.from_numpy(_numbers(file, piece, features, rows)))
+            writer.write(ids.beside(piece.table, _scores(sepc, out), rows.start))
+            given.update(out.label.tolist())
+            tally.add_prediction(out, None if label is None else label_texts(piece.table.column(label)))
+        if not tally.rows:
+            raise ValueError(f"{str(data)!r} has no rows.")
+        tally.check_labels(file.path, label)
+    unused = [name for name in file.names if name not in columns]
+    if unused:
+        shell.note(f"columns not used by the model: {', '.join(unused)}")
     if as_json:
-        given = scored["label"].value_counts()
-        predicted = by_label(sepc.classes, [int(given.get(name, 0)) for name in sepc.classes])
-        print_json({"output": str(output), "ignored": ignored, "predicted": predicted, **found.as_dict()})
+        predicted = shell.by_label(sepc.classes, [given[code] for code in range(len(sepc.classes))])
+        described = {"output": str(output), "ignored": unused, "predicted": predicted, "threshold": threshold}
+        shell.print_json(described | tally.numbers("rules"))
     else:
-        print(f"{found}\n\nWritten: {printable(output)}")
+        print(f"{tally}\n\nWritten: {printable(output)}")
 
 
-def explain_paper(sepc: SEPC, data: Path, row: list[int], as_json: bool) -> None:
-    """Explain labels of the paper's classifier: the rule, the ellipsoids, the trust and the most important features."""
-    from sepc_torch.cli_tables import numbers, read_table
-
-    table = read_table(data)
-    beyond = [i for i in row if i >= len(table.frame)]
-    if beyond:
-        raise ValueError(f"{str(data)!r} has no row {beyond[0]}; it has the rows 0 to {len(table.frame) - 1}.")
-    columns, _ = _features(sepc, table, {table.label})
-    reasons = sepc.explain(numbers(table, columns, row))
+def explain(
+    model: Model, data: shell.Data, row: shell.RowNumbers, sep: shell.Separator = None, as_json: shell.AsJson = False
+) -> None:
+    """Explain the label of a row: the rule, the ellipsoids and the features."""
+    sepc, file = _load(model), open_rows(data, sep)
+    features = _features(sepc, file, [])
+    reasons = sepc.explain(_numbers(file, file.rows(features, row), features, row))
     assert isinstance(reasons, list)  # one for each row
     if as_json:
-        print_json([{"row": i, **reason.details} for i, reason in zip(row, reasons, strict=True)])
+        shell.print_json([{"row": i, **reason.details} for i, reason in zip(row, reasons, strict=True)])
     else:
         print("\n\n".join(f"row {i}: {reason}" for i, reason in zip(row, reasons, strict=True)))
 
 
-@app.command()
-@one_line_errors()
-def landscape(
-    data: Data,
-    label: Label = None,
-    drop: Ignored = None,
+def overlap(
+    data: shell.Data,
+    label: shell.Label = None,
+    drop: shell.Ignored = None,
+    sep: shell.Separator = None,
     max_impure: MaxImpure = _MAX_IMPURE,
     standardize: Standardize = True,
-    solver: Solver = "native",
-    jobs: Jobs = None,
-    as_json: AsJson = False,
+    solver: shell.Solver = "native",
+    jobs: shell.Jobs = None,
+    as_json: shell.AsJson = False,
 ) -> None:
     """Measure how much the classes overlap."""
-    from sepc_torch.cli_tables import read_table
-    from sepc_torch.partitioning.fit import partition
-    from sepc_torch.partitioning.landscape import landscape as measure
-
-    max_impure = _MAX_IMPURE if max_impure is None else max_impure
-    frame, targets = _labelled(read_table(data), label, drop)
+    frame, targets = _labelled_table(open_rows(data, sep), label, drop or [])
     found = partition(frame, targets, max_impure=max_impure, solver=solver, standardize=standardize, n_jobs=jobs)
-    seen = measure(frame, targets, partition=found, solver=solver)
+    seen = landscape(frame, targets, partition=found, solver=solver)
     if not as_json:
         print(seen)
         return
     of_class = ("points", "inside", "outside", "overlap_ratio", "ellipsoids", "isolated")
-    print_json(
+    shell.print_json(
         {
             "classes": [
                 {"label": name, **{field: getattr(seen, field)[name] for field in of_class}}
@@ -171,68 +181,71 @@ def landscape(
     )
 
 
-def _labelled(table: Table, label: str | None, ignore: Sequence[str] | None) -> tuple[Any, Array]:
-    """The features, as a DataFrame so that their names are kept, and the labels."""
-    import pandas as pd
-
-    from sepc_torch.cli_tables import labels, named, numbers, require
-
-    label, ignore = label or table.label, ignore or []
-    if label is None:
-        columns = named(list(table.frame.columns))
-        raise ValueError(f"Name the label column of {str(table.path)!r} with --label; the file has {columns}.")
-    require(table, [label, *ignore])
-    targets = labels(table, label)
-    features = [column for column in table.frame.columns if column != label and column not in ignore]
-    if not features:
-        raise ValueError(f"{str(table.path)!r} has no feature column besides the label {label!r}.")
-    return pd.DataFrame(numbers(table, features), columns=features), targets
+def _load(model: Path) -> SEPC:
+    """Load a classifier; the suffix .safetensors may be left out."""
+    path = shell.existing_model(model)
+    try:
+        return SEPC.load(path)
+    except FileFormatError:
+        if kind_of(path) == "trust_head":
+            raise ValueError(f"{str(path)!r} holds a calibrated model: use `sepc score` or `sepc explain`.") from None
+        raise
 
 
-def _features(sepc: SEPC, table: Table, others: set[str | None]) -> tuple[list[str], list[str]]:
-    """The columns that the model uses, in the order of the model, and the unused columns."""
-    from sepc_torch.cli_tables import require
+def _features(sepc: SEPC, file: RowFile, others: Sequence[str]) -> list[str]:
+    """The columns with the features, by name if the model and the file have names, otherwise by position."""
+    names = sepc.feature_names if file.named else None
+    return model_columns(file, names, sepc.dim, [file.label, *file.logits, *others])
 
-    candidates = [column for column in table.frame.columns if column not in others]
-    if sepc.feature_names is not None and table.named:
-        require(table, sepc.feature_names)
-        return list(sepc.feature_names), [column for column in candidates if column not in sepc.feature_names]
-    # If the model or the file has no feature names, columns are matched by position.
-    if len(candidates) != sepc.dim:
+
+def _numbers(file: RowFile, piece: Piece, features: Sequence[str], rows: Sequence[int]) -> Float[Array, "n D"]:
+    """The features of a piece; raise ValueError for a cell that is no finite number. ``rows`` numbers its rows."""
+    refuse_other_types(file, piece.table, features)
+    found = encoded_rows(piece.table, features, None)
+    problems = found.problems | piece.problems
+    if problems:
+        i = min(problems)
         raise ValueError(
-            f"{str(table.path)!r} has {len(candidates)} feature columns and the model has {sepc.dim} features. Columns "
-            "are matched by position here, because the file or the model has no feature names."
+            f"{str(file.path)!r}, row {rows[i]}: {problems[i]}. Correct or leave out the row, or leave out the column."
         )
-    return candidates, []
+    return found.points
 
 
-def _truth(sepc: SEPC, table: Table, label: str) -> Int[Array, "N"]:
-    """The true classes as indices, -1 for labels unknown to the model; labels are compared as text, as in a file."""
-    from sepc_torch.cli_tables import labels, named
-    from sepc_torch.data.labels import label_codes
-
-    known = list(map(str, sepc.classes))
-    given = [str(name) for name in labels(table, label).tolist()]
-    unknown = sorted(set(given) - set(known))
-    if len(unknown) == len(set(given)):
-        raise ValueError(
-            f"{str(table.path)!r}, column {label!r}: the model knows none of the labels {named(unknown)}; "
-            f"it knows {named(known)}."
+def _labelled_table(file: RowFile, label: str | None, drop: Sequence[str]) -> tuple[pd.DataFrame, Array]:
+    """All rows of a file: the features, as a DataFrame so that their names are kept, and the labels."""
+    label = chosen_label(file, label)
+    file.require(drop)
+    features = feature_columns(file, [label, *file.logits, *drop])
+    parts, targets, read = [], [], 0
+    for piece in file.pieces([*features, label], "read"):
+        rows = range(read, read + piece.table.num_rows)
+        parts.append(_numbers(file, piece, features, rows))
+        targets.append(piece.table.column(label))
+        absent = label_texts(targets[-1])
+        if None in absent:
+            where = f"{str(file.path)!r}, row {rows[absent.index(None)]}, column {label!r}"
+            raise ValueError(f"{where}: the label is missing. Add the labels or drop the rows.")
+        read = rows.stop
+        expected = round(read * max(file.total / max(piece.done, 1), 1.0))  # of the whole file
+        check_memory(
+            _COPIES * 8 * expected * len(features),
+            f"Reading all rows of {str(file.path)!r}, as the paper's classifier does,",
+            "Split the file, or fit a calibrated model with `sepc fit`, which reads a sample.",
         )
-    if unknown:
-        note(f"labels unknown to the model count as mistakes: {named(unknown)}")
-    return label_codes(given, known)
+    if not read:
+        raise ValueError(f"{str(file.path)!r} has no rows.")
+    labels = pa.chunked_array([chunk for column in targets for chunk in column.chunks])
+    frame = pd.DataFrame(np.concatenate(parts), columns=features)
+    return frame, np.array(label_values(labels, f"{str(file.path)!r}, column {label!r},"))
 
 
-def _predict(sepc: SEPC, points: Float[Array, "N D"]) -> Prediction:
-    import torch
-
-    from sepc_torch.data.progress import Bar
-    from sepc_torch.model.prediction import Prediction
-
-    parts = []
-    with Bar("score", len(points), "auto") as bar:
-        for batch in torch.from_numpy(points).split(_BATCH):
-            parts.append(sepc(batch))
-            bar.advance(len(batch))
-    return Prediction(*(torch.cat(field) for field in zip(*parts, strict=True)))
+def _scores(sepc: SEPC, out: Prediction) -> dict[str, Any]:
+    """The columns of the output."""
+    return {
+        "label": class_names(sepc.classes, out.label.numpy()),
+        "trust": pa.array(out.trust.numpy()),
+        "rule": pa.array([rule.name for rule in Rule]).take(pa.array(out.rule.numpy())),
+        "distance": pa.array(out.distance.numpy()),
+        "margin": pa.array(out.margin.numpy()),
+        "runner_up": class_names(sepc.classes, out.runner_up.numpy()),
+    }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sepc_torch.data.text_table import printable
+from sepc_torch.data.text import printable
 from sepc_torch.shapes import Array, Float
 
 # A standard deviation below this share of a feature's largest magnitude is rounding error: the feature is constant.
@@ -39,19 +39,30 @@ def numeric_points(x: Any, name: str = "X") -> tuple[Float[Array, "N D"], tuple[
 
 
 def rows_per_chunk(features: int) -> int:
-    """Number of rows to process at a time, so that temporary arrays stay small.
-
-    >>> rows_per_chunk(512)
-    4096
-    """
+    """Number of rows to process at a time, so that temporary arrays stay small."""
     return max(1, _CHUNK_VALUES // features)
 
 
 def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
     """Validate the type and shape of points, but not their values; also return the column names of a DataFrame.
 
-    Tensors and DataFrames are returned as they are, everything else as a NumPy array; nothing with a shape is copied.
     :func:`float_rows` converts rows of the result.
+    """
+    if np.ma.is_masked(x):
+        raise ValueError(f"{name} has masked values. Drop those rows or fill them in.")
+    x, names = real_numbers(x, name)
+    shape = tuple(x.shape)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"{name} must be a non-empty array of shape (points, features), got shape {shape}.{single_row_hint(shape)}"
+        )
+    return x, names
+
+
+def real_numbers(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
+    """Validate that points are dense real numbers, of any shape; also return the column names of a DataFrame.
+
+    Tensors and DataFrames are returned as they are, everything else as a NumPy array; nothing with a shape is copied.
     """
     if hasattr(x, "tocsr") or hasattr(x, "tocoo"):
         raise TypeError(
@@ -71,32 +82,26 @@ def real_matrix(x: Any, name: str = "X") -> tuple[Any, tuple[str, ...] | None]:
             )
         if x.is_complex():
             raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}.")
+        if x.is_meta:
+            raise TypeError(f"{name} is a tensor on the meta device, which holds no numbers; pass one with values.")
     else:
-        if np.ma.is_masked(x):
-            raise ValueError(f"{name} has masked values. Drop those rows or fill them in.")
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(f"{name} has rows of different lengths; pass as many numbers in every row.") from None
+        if x.dtype == object and x.ndim == 0:
+            raise TypeError(f"{name} must be an array, a table or a list of rows, got {type(x.item()).__name__}.")
         if x.dtype == object:
             raise TypeError(
                 f"{name} is an array of Python objects; convert it to numbers first, for example {name}.astype(float)."
             )
         if x.dtype.kind not in "fiub":
             raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}.")
-    shape = tuple(x.shape)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(
-            f"{name} must be a non-empty array of shape (points, features), got shape {shape}.{single_row_hint(shape)}"
-        )
     return x, names
 
 
 def single_row_hint(shape: Sequence[int]) -> str:
-    """Last sentence of an error message about a shape: how to pass a single row, if the shape is of one.
-
-    >>> single_row_hint((5,))
-    ' Pass a single row as a batch of one: z[None].'
-    >>> single_row_hint((5, 3))
-    ''
-    """
+    """Last sentence of an error message about a shape: how to pass a single row, if the shape is of one."""
     return " Pass a single row as a batch of one: z[None]." if len(shape) == 1 else ""
 
 
@@ -108,12 +113,7 @@ def refuse_columns(wrong: list[str], name: str = "X") -> None:
 
 
 def refuse_duplicates(columns: Iterable[Any], name: str = "X") -> None:
-    """Raise ValueError if two columns have the same name.
-
-    >>> refuse_duplicates(["a", "b", "a"])
-    Traceback (most recent call last):
-    ValueError: X has more than one column 'a'; give each column a name of its own.
-    """
+    """Raise ValueError if two columns have the same name."""
     twice = [column for column, times in Counter(map(str, columns)).items() if times > 1]
     if twice:
         listed = ", ".join(map(repr, twice))
@@ -186,22 +186,12 @@ class FiniteCheck:
 
 
 def magnitudes(points: Float[Array, "N D"]) -> Float[Array, "D"]:
-    """Largest absolute value of each feature, without a temporary array of the size of the points.
-
-    >>> magnitudes(np.array([[1.0, -3.0], [2.0, 0.0]]))
-    array([2., 3.])
-    """
+    """Largest absolute value of each feature, without a temporary array of the size of the points."""
     return np.maximum(points.max(axis=0), -points.min(axis=0))
 
 
 def check_feature_scales(magnitude: Float[Array, "D"], name: str = "X", names: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError if the magnitude of a feature is beyond the range of :func:`check_scale`.
-
-    Args:
-        magnitude: Largest absolute value of each feature.
-        name: Name of the points, for the error message.
-        names: Names of the features, or None to number them.
-    """
+    """Raise ValueError if the magnitude of a feature is beyond the range of :func:`check_scale`."""
     for column in (int(magnitude.argmax()), int(np.where(magnitude > 0, magnitude, np.inf).argmin())):
         where = column if names is None else names[column]
         check_scale(float(magnitude[column]), f"Column {where!r} of {name}")
@@ -224,25 +214,25 @@ def check_scale(magnitude: float, name: str, least: float = 1e-100, most: float 
 
 
 def feature_scale(points: Float[Array, "N D"]) -> Float[Array, "D"]:
-    """Standard deviation of each feature, 1 for a constant feature.
-
-    A feature is constant if its computed deviation is no more than rounding error.
-
-    >>> feature_scale(np.array([[1.0, 0.1], [3.0, 0.1], [1.0, 0.1], [3.0, 0.1]]))
-    array([1., 1.])
-    """
+    """Standard deviation of each feature; 1 if it is no more than rounding error, as for a constant feature."""
     magnitude = magnitudes(points)
     unit = np.where(magnitude > 0, magnitude, 1.0)  # avoids overflow and underflow of the squares
     return scale_or_one((points / unit).std(axis=0) * unit, magnitude)
 
 
 def scale_or_one(deviation: Float[Array, "D"], magnitude: Float[Array, "D"]) -> Float[Array, "D"]:
-    """The standard deviations, but 1 where a deviation is rounding error of values of the given magnitude.
-
-    >>> scale_or_one(np.array([2.0, 1e-16]), np.array([5.0, 5.0]))
-    array([2., 1.])
-    """
+    """The standard deviations, but 1 where a deviation is rounding error of values of the given magnitude."""
     return np.where(deviation > _CONSTANT * magnitude, deviation, 1.0)
+
+
+def rank_shares(values: Float[Array, "N"]) -> Float[Array, "N"]:
+    """For each value the share of the others that are smaller; NaN is the largest.
+
+    >>> rank_shares(np.array([0.2, np.nan, 0.1])).tolist()
+    [0.5, 1.0, 0.0]
+    """
+    filled = np.nan_to_num(values, nan=np.inf, posinf=np.inf)
+    return np.searchsorted(np.sort(filled), filled) / max(len(filled) - 1, 1)
 
 
 def _is_numeric(dtype: Any) -> bool:

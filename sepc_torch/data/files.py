@@ -1,4 +1,4 @@
-"""Saving and loading of partitions, models, heads, label pools and drift monitors.
+"""Saving and loading of partitions, models, heads, label pools, monitors and guards.
 
 The files are safetensors files with JSON metadata, written atomically. They contain no pickle.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,13 +18,10 @@ from typing import Any
 import numpy as np
 
 from sepc_torch.data import schemas
-from sepc_torch.data.old_formats import current_arrays
 from sepc_torch.shapes import Array
 
-# Increased whenever the meaning of a file changes. Older versions then refuse the file instead of misreading it.
-FORMAT = 5
-# Files have a checksum from this format on.
-_CHECKED_FORMAT = 4
+# Increased whenever the meaning of a file changes. Other versions then refuse the file instead of misreading it.
+FORMAT = 7
 # The key of our JSON text in the metadata of a safetensors file.
 _KEY = "sepc_torch"
 # A temporary file that has not changed for an hour has no running writer: a write takes seconds to minutes.
@@ -37,11 +33,13 @@ _READERS = {
     "trust_head": "TrustHead.load",
     "label_pool": "LabelPool.restore",
     "drift_monitor": "DriftMonitor.load",
+    "risk_monitor": "RiskMonitor.load",
+    "guard": "Guard.load",
 }
 
 
 class FileFormatError(ValueError):
-    """A file cannot be read: it is damaged, was not written by this package, or is of another kind or a newer format.
+    """A file cannot be read: it is damaged, was not written by this package, or is of another kind or format.
 
     Args:
         path: The file.
@@ -71,6 +69,10 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
     described = {"kind": kind, "format": FORMAT, **metadata}
     # The checksum is of the metadata as they are read: JSON has no tuples, and only strings as keys.
     described = json.loads(json.dumps(described, allow_nan=False))
+    try:
+        schemas.check(kind, contents, described)  # a file that cannot be read must not replace a good one
+    except ValueError as error:
+        raise ValueError(f"Cannot write {os.fspath(path)!r}, because it could not be read: {error}.") from error
     described["checksum"] = _checksum(contents, described)
     payload = save(contents, metadata={_KEY: json.dumps(described, sort_keys=True)})
     with replacing(Path(path)) as temporary:
@@ -81,21 +83,22 @@ def write(path: str | os.PathLike[str], kind: str, arrays: Mapping[str, Array], 
 def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary file, then moves it to ``path``; an error deletes it instead.
 
-    The temporary file lies in the folder of ``path``, so that the move is atomic. A killed process leaves its temporary
-    file behind; a later write to the same ``path`` deletes it.
+    The temporary file lies in the folder of ``path``, so that the move is atomic. A symbolic link stays, and the file
+    that it points to is replaced. A killed process leaves its temporary file behind; a later write to the same ``path``
+    deletes it.
     """
     check_target(path)
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     # "x" creates a new file with the usual permissions, without reading the umask, which would set it for a moment.
-    with temporary.open("xb") as file:
-        try:
+    try:
+        with temporary.open("xb") as file:
             _delete_leftovers(path, os.fstat(file.fileno()).st_mtime)
             yield temporary
             os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    finally:
+        temporary.unlink(missing_ok=True)  # moved already, if nothing went wrong
 
 
 def check_target(path: Path) -> None:
@@ -132,9 +135,9 @@ def _delete_leftovers(path: Path, now: float) -> None:
 
 
 def read(path: str | os.PathLike[str], kind: str, *, damaged: bool = False) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Read the arrays and metadata of a file of the given kind; arrays of older formats are converted.
+    """Read the arrays and metadata of a file of the given kind.
 
-    Raises FileNotFoundError, or FileFormatError if the file is damaged, not ours, of a newer format or of another kind.
+    Raises FileNotFoundError, or FileFormatError if the file is damaged, not ours, of another format or of another kind.
     All values are checked before anything is computed from them.
 
     Args:
@@ -143,32 +146,21 @@ def read(path: str | os.PathLike[str], kind: str, *, damaged: bool = False) -> t
         damaged: Return the arrays even if the checksum differs.
     """
     arrays, metadata = _open(path)
-    if not isinstance(metadata.get("format"), int) or metadata["format"] < 1:
+    if not isinstance(metadata.get("format"), int):
         raise FileFormatError(path, "its metadata do not name a format")
-    if metadata["format"] > FORMAT:
+    if metadata["format"] != FORMAT:
         raise FileFormatError(
             path,
-            f"it was written in format {metadata['format']} by a newer sepc_torch, and this version reads up to format "
-            f"{FORMAT}",
-            "Upgrade sepc_torch.",
+            f"it is of format {metadata['format']}, and this version of sepc_torch reads format {FORMAT} only",
+            "Make it again with this version, or read it with the version that wrote it.",
         )
-    stored = metadata.pop("checksum", None)
-    if stored is None and metadata["format"] >= _CHECKED_FORMAT:
-        raise FileFormatError(path, "it has no checksum")
-    if stored is not None and stored != _checksum(arrays, metadata) and not damaged:
+    if metadata.pop("checksum", None) != _checksum(arrays, metadata) and not damaged:
         raise FileFormatError(path, "its contents do not match its checksum")
     if metadata.get("kind") != kind:
         found = str(metadata.get("kind"))
         reader = _READERS.get(found, "its own reader")
         raise FileFormatError(path, f"it holds a {found}, not a {kind}", f"Read it with {reader}.")
-    if stored is None:
-        warnings.warn(
-            f"{os.fspath(path)!r} is of format {metadata['format']}, which has no checksum: damage to it cannot be "
-            "noticed. Save it again.",
-            stacklevel=3,
-        )
     with interpreting(path):
-        arrays = current_arrays(arrays)
         schemas.check(kind, arrays, metadata)
     return arrays, metadata
 
@@ -185,6 +177,9 @@ def interpreting(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except FileFormatError:
         raise
+    except MemoryError as error:
+        remedy = "Read it on a machine with more memory, if you trust its source."
+        raise FileFormatError(path, f"it needs more memory than is available ({error})", remedy) from error
     except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         problem = f"its metadata lack {error}" if isinstance(error, KeyError) else str(error)
         raise FileFormatError(path, problem) from error

@@ -10,6 +10,9 @@ import numpy as np
 from sepc_torch.data.arrays import check_feature_scales, magnitudes, numeric_points
 from sepc_torch.shapes import Array, Float, Int
 
+# Most characters of a label. NumPy gives every label of an array the size of the longest one.
+LONGEST_LABEL = 250
+
 
 class TrainingSet(NamedTuple):
     """Points (N, D), class codes (N,) as indices into ``classes``, classes (C,) and feature names."""
@@ -53,7 +56,7 @@ def training_set(x: Any, y: Any, classes: Any = None, least_per_class: int | Non
 def check_one_label_per_row(rows: int, labels: int) -> None:
     """Raise ValueError unless there are as many labels as rows."""
     if labels != rows:
-        raise ValueError(f"X has {rows} rows and y has {labels} labels; pass one label per row.")
+        raise ValueError(f"There are {rows} rows and {labels} labels; pass one label for each row.")
 
 
 def ordered_classes(found: Array, classes: Any) -> tuple[Array, Int[Array, "C"]]:
@@ -71,7 +74,7 @@ def ordered_classes(found: Array, classes: Any) -> tuple[Array, Int[Array, "C"]]
         found, codes = _reorder(found, label_array(classes, "classes"))
     if len(found) < 2:
         raise ValueError(
-            f"y holds the single class {found.tolist()[0]!r}; a partition separates at least two classes. "
+            f"The labels hold the single class {found.tolist()[0]!r}; a partition separates at least two classes. "
             "Check the label column, or the filter that selected these rows."
         )
     return found, codes
@@ -81,17 +84,18 @@ def _reorder(found: Array, classes: Array) -> tuple[Array, Int[Array, "C"]]:
     """The classes in the caller's order, and the index in that order of each found class."""
     wanted = classes.tolist()
     present = found.tolist()
-    if len(set(wanted)) != len(wanted):
+    named, occurring = set(wanted), set(present)
+    if len(named) != len(wanted):
         raise ValueError(f"classes names a label twice: {wanted}. Name each label once.")
-    missing = [label for label in wanted if label not in present]
+    missing = [label for label in wanted if label not in occurring]
     if missing:
         raise ValueError(
-            f"classes names {missing}, but y holds no points with these labels; name only labels of y: {present}."
+            f"classes names {missing}, but no row has these labels; name only labels that occur: {present}."
         )
-    unknown = [label for label in present if label not in wanted]
+    unknown = [label for label in present if label not in named]
     if unknown:
         raise ValueError(
-            f"y holds the labels {unknown}, which classes={wanted} does not name. Add them or drop those rows."
+            f"The labels {unknown} occur, which classes={wanted} does not name. Add them or drop those rows."
         )
     return classes, label_codes(present, wanted)
 
@@ -100,6 +104,8 @@ def label_array(y: Any, name: str = "y") -> Array:
     """Validate labels and convert them to a one-dimensional array of numbers, strings or booleans."""
     if hasattr(y, "detach"):
         y = y.detach().cpu().numpy()
+    if isinstance(y, (list, tuple)):
+        check_label_texts(y, name)
     mixed = isinstance(y, (list, tuple)) and len({type(label) for label in y}) > 1
     labels = np.asarray(y, dtype=object if mixed else None)  # else NumPy converts numbers to text
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -111,15 +117,34 @@ def label_array(y: Any, name: str = "y") -> Array:
     if labels.dtype.kind == "f" and not np.isfinite(labels).all():
         raise ValueError(f"{name} holds missing labels (NaN). Drop those rows.")
     if labels.dtype == object:
+        check_label_texts(labels, name)
         kinds = {type(label).__name__ for label in labels}
         if any(map(_missing, labels)):
             raise ValueError(f"{name} holds missing labels (None or NaN). Drop those rows.")
-        if len(kinds) > 1 and not all(isinstance(label, (int, float, np.number)) for label in labels):
+        alike = any(all(isinstance(label, kind) for label in labels) for kind in ((int, float, np.number), str))
+        if len(kinds) > 1 and not alike:
             raise TypeError(f"{name} mixes labels of the types {', '.join(sorted(kinds))}; convert them to one type.")
         labels = np.array(labels.tolist())
     if labels.ndim != 1 or labels.dtype.kind not in "fiubU":
         raise TypeError(f"{name} holds labels of dtype {labels.dtype}; use numbers, strings or booleans.")
     return labels
+
+
+def check_label_texts(labels: Iterable[Any], name: str = "y") -> None:
+    r"""Raise ValueError for a text that is too long for a label, or that ends in a character which NumPy removes.
+
+    >>> check_label_texts(["a", "a\0"])
+    Traceback (most recent call last):
+    ValueError: y holds the label 'a\x00', which ends in NUL; rename it.
+    """
+    for label in {label for label in labels if isinstance(label, str)}:
+        if len(label) > LONGEST_LABEL:
+            raise ValueError(
+                f"{name} holds a label of {len(label)} characters, {label[:20]!r}...; labels have at most "
+                f"{LONGEST_LABEL}. Check that these are the labels, or shorten them."
+            )
+        if label.endswith("\0"):
+            raise ValueError(f"{name} holds the label {label!r}, which ends in NUL; rename it.")
 
 
 def _missing(label: Any) -> bool:
@@ -130,10 +155,6 @@ def _missing(label: Any) -> bool:
 
 
 def label_codes(labels: Iterable[Any], classes: Iterable[Any]) -> Int[Array, "N"]:
-    """Index of each label in ``classes``, -1 for a label that is not in ``classes``.
-
-    >>> label_codes(["b", "a", "z"], ["a", "b"])
-    array([ 1,  0, -1])
-    """
+    """Index of each label in ``classes``, -1 for a label that is not in ``classes``."""
     code = {label: index for index, label in enumerate(classes)}
     return np.array([code.get(label, -1) for label in labels], dtype=np.int64)

@@ -11,18 +11,7 @@ PARTITION_COPIES = 3
 
 
 def check_memory(needed: int, work: str, advice: str, available: int | None = None) -> None:
-    """Raise MemoryError if work needs more memory than is available; do nothing where that is unknown.
-
-    Args:
-        needed: Bytes that the work needs.
-        work: What needs the memory, for the error message.
-        advice: What to do instead, for the error message.
-        available: Available bytes; by default :func:`available_memory`.
-
-    >>> check_memory(3 * 2**30, "The fit of 1000 rows", "Choose a smaller dim.", available=2**30)
-    Traceback (most recent call last):
-    MemoryError: The fit of 1000 rows needs about 3.0 GiB of memory, and 1.0 GiB are available. Choose a smaller dim.
-    """
+    """Raise MemoryError if work needs more bytes than are available; do nothing where that is unknown."""
     available = available_memory() if available is None else available
     if available is not None and needed > available:
         sizes = f"about {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are available"
@@ -30,14 +19,7 @@ def check_memory(needed: int, work: str, advice: str, available: int | None = No
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that a process can still allocate, or None where the system does not say.
-
-    The smaller of the memory of the machine that is free or used for caches, and the free part of every limit of the
-    process's control groups (cgroup v2), which containers set.
-
-    Args:
-        root: Folder that holds ``proc`` and ``sys``; tests pass another.
-    """
+    """Bytes that the machine and the control groups (cgroup v2) leave free; None where the system does not say."""
     found = [_machine(root / "proc" / "meminfo"), *_control_groups(root)]
     known = [size for size in found if size is not None]
     return min(known) if known else None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def positive(value: Any, name: str, unit: str) -> float:
+def check_positive(value: Any, name: str, unit: str) -> float:
     """Validate a positive finite number; ``name`` and ``unit`` are for the error message."""
     if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name} must be a positive number of {unit}, got {value!r}.")
@@ -21,7 +21,20 @@ def positive(value: Any, name: str, unit: str) -> float:
     return float(value)
 
 
-def count(value: Any, name: str, least: int = 0) -> int:
+def check_not_negative(value: Any, name: str) -> float:
+    """Validate a finite number of at least 0; ``name`` is for the error message."""
+    try:
+        number = None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a finite number of at least 0, got {value!r}.")
+    if not (np.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
+    return number
+
+
+def check_count(value: Any, name: str, least: int = 0) -> int:
     """Validate an integer of at least ``least``; ``name`` is for the error message."""
     try:
         number = operator.index(value)
@@ -30,6 +43,17 @@ def count(value: Any, name: str, least: int = 0) -> int:
     if isinstance(value, (bool, np.bool_)) or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     return number
+
+
+def check_jobs(value: int | None) -> int | None:
+    """Validate a number of processes as in joblib: None, or an integer other than 0.
+
+    >>> check_jobs(-1)
+    -1
+    """
+    if value is not None and check_count(value, "n_jobs", least=-(2**31)) == 0:
+        raise ValueError("n_jobs must not be 0: pass a number of processes, -1 for one per processor, or None for one.")
+    return value
 
 
 def float64_device(device: torch.device | str) -> torch.device:

@@ -2,85 +2,163 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import warnings
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
+import torch
 
-from sepc_torch.head.defaults import default_max_impure, default_max_per_class, default_reference_points
-from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
-from sepc_torch.head.fit_options import FitOptions
-from sepc_torch.head.passes import first_pass, second_pass
-from sepc_torch.head.projection import Projection, choose_projection
-from sepc_torch.head.sources import EmbeddingSource
+from sepc_torch.data.options import check_choice, check_count, check_jobs
+from sepc_torch.data.progress import Choice
+from sepc_torch.ellipsoid import DEFAULT_FLOOR
+from sepc_torch.head.evidence.evidence import fit_evidence, pieces_of
+from sepc_torch.head.evidence.layer_distance import fit_layers
+from sepc_torch.head.reading.defaults import default_max_impure, default_max_per_class, default_reference_points
+from sepc_torch.head.reading.moments import Moments
+from sepc_torch.head.reading.passes import first_pass, second_pass
+from sepc_torch.head.reading.projection import Method, Normalize, choose_projection
+from sepc_torch.head.reading.sources import EmbeddingSource
 from sepc_torch.head.training_set import KeptTrainingSet
-from sepc_torch.model.sepc import SEPC
+from sepc_torch.model.sepc import SEPC, NanPolicy, Nearest
 from sepc_torch.partitioning.fit import partition
+from sepc_torch.partitioning.record import Rest
+
+# Least standard deviation of a feature, in steps of float32, that leaves the digits of distances.
+_STEPS = 16.0
 
 
-class FittedParts(NamedTuple):
-    """The arguments of :class:`~sepc_torch.TrustHead`."""
+class PartitionOptions(TypedDict, total=False):
+    """Further options of a head's partition.
 
-    projection: Projection
-    sepc: SEPC
-    evidence: Evidence
-    feature_names: tuple[str, ...] | None
-    reference_ids: tuple[int | str, ...]
-    training_set: KeptTrainingSet | None
-
-
-def fit_parts(source: EmbeddingSource, classes: Any, options: FitOptions) -> FittedParts:
-    """Fit the parts of a head to a source of labelled embeddings, which is read twice.
-
-    Args:
-        source: The labelled embeddings.
-        classes: The labels in the order of the network's logits, or None to sort them.
-        options: The options of the fit.
+    Attributes:
+        rest: How a class of more than two is separated from the others; see :func:`~sepc_torch.partition`.
+        max_isolated: Largest number of isolated training points that get an ellipsoid of their own, a ball; None for
+            all, by default 256. If there are more, none gets one: they would cost as much as other ellipsoids and hold
+            no new point.
+        floor: Least semi-axis, in standard deviations.
+        solver: ``"native"`` or the name of an installed cvxpy solver.
+        nearest: The distance that finds the nearest ellipsoid of a point outside every ellipsoid, by default
+            ``"mahalanobis"``; see :meth:`SEPC.from_partition`.
     """
-    normalize, method, device = options.normalize, options.projection, options.device
-    first = first_pass(source, classes, normalize, method, device, least_dim=options.dim or 1)
-    project = choose_projection(first.moments, first.classes, first.sizes, options.dim, normalize, method)
-    max_per_class, max_impure = options.max_per_class, options.max_impure
+
+    rest: Rest
+    max_isolated: int | None
+    floor: float
+    solver: str
+    nearest: Nearest
+
+
+def fit_parts(
+    source: EmbeddingSource,
+    classes: Any,
+    *,
+    dim: int | None,
+    normalize: Normalize,
+    projection: Method,
+    max_impure: int | None,
+    max_per_class: int | Literal["auto"] | None,
+    reference_points: int | None,
+    nan_policy: NanPolicy,
+    partition_options: PartitionOptions,
+    n_jobs: int | None,
+    progress: Choice,
+    keep_points: bool,
+    device: torch.device | None,
+) -> dict[str, Any]:
+    """Fit the parts of a head, the arguments of :class:`~sepc_torch.TrustHead`, to embeddings that are read twice.
+
+    The options are those of :meth:`TrustHead.fit`, which documents them.
+    """
+    if normalize not in ("l2", "standardize", None):
+        raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
+    check_choice("projection", projection, get_args(Method))
+    unknown = sorted(partition_options.keys() - PartitionOptions.__annotations__.keys())
+    if unknown:
+        raise ValueError(
+            f"partition has no option {unknown[0]!r}; its options are {', '.join(PartitionOptions.__annotations__)}."
+        )
+    chosen: PartitionOptions = {"rest": "whole", "max_isolated": 256, "floor": DEFAULT_FLOOR, "solver": "native"}
+    chosen |= {"nearest": "mahalanobis", **partition_options}
+    check_choice("rest", chosen["rest"], get_args(Rest))
+    if reference_points is not None:
+        check_count(reference_points, "reference_points")
+    if dim is not None:
+        check_count(dim, "dim", least=1)
+    if max_per_class is not None and max_per_class != "auto":
+        check_count(max_per_class, "max_per_class", least=1)
+    check_jobs(n_jobs)
+    first = first_pass(source, classes, normalize, projection, device, least_dim=dim or 1)
+    _check_resolution(first.moments.raw)
+    project = choose_projection(first.moments, first.classes, first.sizes, dim, normalize, projection)
     if max_per_class == "auto":
         max_per_class = default_max_per_class(first.sizes)
     if max_impure is None:
         max_impure = default_max_impure(first.sizes, max_per_class)
-    kept = options.reference_points
-    if kept is None:
-        kept = default_reference_points(first.moments.features)
-    data = second_pass(source, first, project, kept)
+    if reference_points is None:
+        reference_points = default_reference_points(first.moments.features)
+    data = second_pass(source, first, project, reference_points)
     part = partition(
         data.points,
         data.classes[data.codes],
         max_impure=max_impure,
         max_per_class=max_per_class,
-        rest=options.rest,
-        max_isolated=options.max_isolated,
-        solver=options.solver,
         standardize=False,
-        floor=options.floor,
-        n_jobs=options.n_jobs,
-        progress=options.progress,
+        n_jobs=n_jobs,
+        progress=progress,
         classes=data.classes,
         device=device,
+        rest=chosen["rest"],
+        max_isolated=chosen["max_isolated"],
+        floor=chosen["floor"],
+        solver=chosen["solver"],
     )
-    sepc = SEPC.from_partition(part, options.nearest, nan_policy=options.nan_policy)
+    sepc = SEPC.from_partition(part, chosen["nearest"], nan_policy=nan_policy)
     sepc.feature_names = tuple(f"component {j}" for j in range(sepc.dim))
-    evidence = fit_evidence(data, pieces_of(part, data.points, data.codes, device))
+    layers = None if source.layers is None else fit_layers(source.layers, data.classes.tolist())
+    evidence = fit_evidence(data, pieces_of(part, data.points, data.codes, device), layers)
     ids = np.arange(len(data.codes)) if source.ids is None else source.ids
     training_set = None
-    if options.keep_points:
+    if keep_points:
         training_set = KeptTrainingSet(
             data.points,
             data.coordinates,
             data.codes,
-            # One integer dtype: int64 and uint64 together would become float64.
-            ids.astype(np.int64) if ids.dtype.kind in "iu" else ids,
+            ids,
             data.reference_rows,
             part.uncounted(),
             states=tuple("unchanged" for _ in data.classes),
             current=np.ones(len(data.classes), dtype=bool),
-            most_reference_points=kept,
+            most_reference_points=reference_points,
             variance=data.variance,
         )
-    reference_ids = tuple(ids[data.reference_rows].tolist())
-    return FittedParts(project, sepc, evidence, source.names, reference_ids, training_set)
+    return {
+        "projection": project,
+        "sepc": sepc,
+        "evidence": evidence,
+        "feature_names": source.names,
+        "reference_ids": tuple(ids[data.reference_rows].tolist()),
+        "training_set": training_set,
+    }
+
+
+def _check_resolution(moments: Moments) -> None:
+    """Raise or warn if float32, in which a head computes, rounds most features by much of their spread.
+
+    Args:
+        moments: Mean and covariance of the embeddings.
+    """
+    spread = np.sqrt(np.diag(moments.covariance))
+    varying = spread > 0
+    if not varying.any():
+        return
+    step = np.finfo(np.float32).eps * np.abs(moments.mean[varying])
+    steps = float(np.median(spread[varying] / np.maximum(step, np.finfo(np.float64).tiny)))
+    if steps >= _STEPS:
+        return
+    problem = (
+        f"Half of the embeddings' features lie so far from zero that their standard deviation is at most {steps:.2g} "
+        "steps of float32, in which a head computes. Subtract the mean of the training embeddings from all embeddings."
+    )
+    if steps < 1.0:
+        raise ValueError(problem)
+    warnings.warn(f"{problem} Scores are coarse otherwise.", stacklevel=4)  # the caller of TrustHead.fit

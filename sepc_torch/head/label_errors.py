@@ -1,16 +1,18 @@
 r"""Rows whose label the rest of the data contradict, ranked, with a false discovery rate.
 
 Every row is scored by models that were fitted without it. Four sources each give evidence :math:`e_{jc}` for every
-class c of a row: Student's t densities of the classes (:mod:`sepc_torch.head.densities`), the share of the class among
-the nearest rows, its share by linear regression (:mod:`sepc_torch.head.ridge`), and the network's logits if they are
-given. Evidence is the log share of a class, and for densities and logits, whose shares are often too extreme, also
-asinh of their log odds; for linear regression it is the share itself. The evidence is pooled:
+class c of a row: Student's t densities of the classes (:mod:`sepc_torch.head.evidence.densities`), the share of the
+class among the nearest rows, its share by linear regression, and the network's logits if they are given. Evidence is
+the log share of a class, and for densities and logits, whose shares are often too extreme, also asinh of their log
+odds; for linear regression it is the share itself. The evidence is pooled:
 
 .. math:: s_c = \mathrm{softmax}_c \sum_j w_j e_{jc}, \qquad
     P(\text{label } y \mid z) = (1 - \varepsilon) s_y + \varepsilon \frac{1 - s_y}{C - 1}.
 
-The weights :math:`w_j \ge 0` and the share :math:`\varepsilon` of wrong labels maximise the likelihood of the given
-labels. The softmax :math:`s` is then the distribution of the right label: the second term accounts for the wrong ones.
+The weights :math:`w_j \ge 0` maximise the likelihood of the given labels. The share :math:`\varepsilon` of wrong labels
+is the largest one whose log-likelihood is within two units of the maximum: in well separated classes the likelihood can
+hardly tell wrong labels from a soft border, and the most likely share is often zero. The softmax :math:`s` is then the
+distribution of the right label: the second term accounts for the wrong ones.
 A second round fits densities, neighbours and regression without the rows that the first round found more likely wrong
 than right.
 """
@@ -25,16 +27,14 @@ from torch import Tensor
 
 from sepc_torch.data.arrays import numeric_points, rows_per_chunk
 from sepc_torch.data.labels import label_array
-from sepc_torch.data.options import count
-from sepc_torch.data.scipy_parts import scipy_part
-from sepc_torch.head.conformal import check_share
-from sepc_torch.head.densities import fit_densities
-from sepc_torch.head.projection import fit_projection
-from sepc_torch.head.ridge import ridge_shares
+from sepc_torch.data.options import check_count
+from sepc_torch.head.evidence.densities import fit_densities
+from sepc_torch.head.promises.conformal import check_share
+from sepc_torch.head.reading.projection import fit_projection
 from sepc_torch.shapes import Array, Bool, Float, Int
 
-# What an error message calls this module.
-_WHAT = "The search for wrong labels (suspicious_labels)"
+# Candidate penalties, as shares of the largest eigenvalue: from hardly any to almost only the class shares.
+_PENALTIES = 10.0 ** np.arange(-6, 1)
 # Number of nearest rows that vote: enough to outvote a wrong label, few enough to be near.
 _NEIGHBOURS = 10
 # Largest number of directions of the densities, as in a trust head.
@@ -43,8 +43,49 @@ _MAX_DIRECTIONS = 64
 _MAX_WEIGHT, _MAX_WRONG = 20.0, 0.5
 # Bound of log shares: a masked class (logit -inf) has none.
 _LEAST_LOG_SHARE = -60.0
+# Loss of log-likelihood that the estimated share of wrong labels may have: an interval of about 95 %.
+_LIKELIHOOD = 2.0
 # Least share of wrong labels: one in ten thousand keeps the likelihood of a contradicted label finite.
 _LEAST_WRONG = 1e-4
+
+
+def ridge_shares(
+    points: Float[Array, "N D"], codes: Int[Array, "N"], classes: int, z: Float[Array, "B D"]
+) -> Float[Array, "B C"]:
+    r"""Estimated shares of the classes at new points, by linear regression of the indicators of the classes.
+
+    :math:`\hat p(z) = \bar y + (X^\top X + a I)^{-1} X^\top Y \cdot (z - \bar x)`, cut to [0, 1], with centred points X
+    and indicators Y. The penalty a minimises the mean square of the leave-one-out errors
+    :math:`(y_i - \hat y_i) / (1 - h_i)`, where :math:`h_i` is the leverage of point i.
+
+    Args:
+        points: Points with known classes.
+        codes: Their classes, as indices from 0.
+        classes: Number of classes.
+        z: New points.
+
+    >>> points = np.array([[0.0], [1.0], [10.0], [11.0]])
+    >>> ridge_shares(points, np.array([0, 0, 1, 1]), 2, np.array([[0.5], [5.5], [99.0]])).round(1)
+    array([[1. , 0. ],
+           [0.5, 0.5],
+           [0. , 1. ]])
+    """
+    centre, indicators = points.mean(axis=0), np.eye(classes)[codes]
+    shares = indicators.mean(axis=0)
+    centred, target = points - centre, indicators - shares
+    values, vectors = np.linalg.eigh(centred.T @ centred)
+    values, rotated = np.maximum(values, 0.0), centred @ vectors
+    moments = rotated.T @ target
+    # Equal points have no direction; any penalty then gives the class shares.
+    penalties = _PENALTIES * (values[-1] if values[-1] > 0 else 1.0)
+    errors = []
+    for penalty in penalties:
+        leverage = (rotated**2 / (values + penalty)).sum(axis=1) + 1.0 / len(points)
+        residual = target - rotated @ (moments / (values + penalty)[:, None])
+        # A leverage of one, up to rounding, fits its own point whatever the class is: it counts as a large error.
+        errors.append(float(((residual / np.maximum(1.0 - leverage, 1e-9)[:, None]) ** 2).mean()))
+    weights = vectors @ (moments / (values + penalties[int(np.argmin(errors))])[:, None])
+    return np.clip(shares + (z - centre) @ weights, 0.0, 1.0)
 
 
 class SuspiciousLabels(NamedTuple):
@@ -58,7 +99,7 @@ class SuspiciousLabels(NamedTuple):
         adjusted: Adjusted p-value (Benjamini and Hochberg): the least false discovery rate at which the row is found.
         found: Whether ``adjusted`` is at most ``fdr``; without ``fdr``, whether ``wrong`` is above one half.
         ids: The ids of the rows; their positions by default.
-        share: Estimated share of wrong labels.
+        share: Largest share of wrong labels that the data allow, up to two units of log-likelihood.
         weights: Weight of every source of evidence.
     """
 
@@ -99,8 +140,9 @@ def suspicious_labels(
     p-value :math:`p = \sum_{c: s_c \le s_y} s_c` of a right label y satisfies :math:`P(p \le u) \le u`: the labels c
     with :math:`p \le u` are the least likely ones, with total probability at most u. Given the embeddings, labels of
     different rows are independent, and so are their p-values, up to the few fitted parameters. Benjamini and Hochberg
-    (1995) then bound the expected share of right labels among the found rows by ``fdr``. The bound is as good as the
-    model s: it is no finite-sample guarantee, and a right label of an unusual row counts against it.
+    (1995) then estimate the expected share of right labels among the found rows as at most ``fdr``. This is an estimate
+    by the model s and no promise: a right label of an unusual row counts against it. ``order`` ranks all rows in any
+    case.
 
     Args:
         z: (N, D) embeddings, or features of a table with ``normalize="standardize"``.
@@ -108,8 +150,8 @@ def suspicious_labels(
         logits: (N, C) logits of a network for rows that it was **not** trained on (for example out-of-fold), with
             classes in sorted order; None without a network. Logits of training rows repeat wrong labels.
         folds: Number of folds.
-        fdr: The allowed share of right labels among the found rows; None to find rows that are more likely wrong than
-            right.
+        fdr: The estimated share of right labels among the found rows that is allowed; None to find rows that are more
+            likely wrong than right.
         ids: (N,) names of the rows.
         normalize: ``"l2"`` compares directions of embeddings, ``"standardize"`` features in standard deviations,
             ``None`` embeddings as they are.
@@ -125,7 +167,7 @@ def suspicious_labels(
     """
     if normalize not in ("l2", "standardize", None):
         raise ValueError(f"normalize must be 'l2', 'standardize' or None, got {normalize!r}.")
-    folds = count(folds, "folds", least=2)
+    folds = check_count(folds, "folds", least=2)
     if fdr is not None:
         fdr = check_share(fdr, "fdr")
     points = _normalised(numeric_points(z, "z")[0], normalize)
@@ -169,7 +211,8 @@ class _Pooled(NamedTuple):
 def _record(
     pooled: _Pooled, codes: Int[Array, "N"], classes: Array, names: Array, fdr: float | None
 ) -> SuspiciousLabels:
-    false_discovery_control = scipy_part("stats", _WHAT).false_discovery_control
+    from scipy.stats import false_discovery_control
+
     own = pooled.right[np.arange(len(codes)), codes]
     p_value = np.where(pooled.right <= own[:, None], pooled.right, 0.0).sum(axis=1).clip(0.0, 1.0)
     adjusted = false_discovery_control(p_value, method="bh")
@@ -271,7 +314,8 @@ def _asinh_odds(score: Float[Array, "N C"]) -> Float[Array, "N C"]:
 
 def _pool(sources: dict[str, Float[Array, "N C"]], codes: Int[Array, "N"]) -> _Pooled:
     """Fit the weights and the share of wrong labels by maximum likelihood."""
-    minimize = scipy_part("optimize", _WHAT).minimize
+    from scipy.optimize import minimize
+
     evidence = np.stack(list(sources.values()))
     rows, classes = np.arange(len(codes)), evidence.shape[2]
 
@@ -290,8 +334,21 @@ def _pool(sources: dict[str, Float[Array, "N C"]], codes: Int[Array, "N"]) -> _P
         return -float(np.log(chance).mean()), np.array([*gradient, -((other - own) / chance).mean()])
 
     start = np.array([*(1.0 / len(sources) for _ in sources), 0.05])
-    bounds = [*((0.0, _MAX_WEIGHT) for _ in sources), (_LEAST_WRONG, _MAX_WRONG)]
-    x = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B").x
+
+    def best(start: Float[Array, "E"], least: float, most: float) -> Any:
+        bounds = [*((0.0, _MAX_WEIGHT) for _ in sources), (least, most)]
+        return minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B")
+
+    found = best(start, _LEAST_WRONG, _MAX_WRONG)
+    x, low, high = found.x, float(found.x[-1]), _MAX_WRONG
+    limit = found.fun + _LIKELIHOOD / len(codes)
+    while high - low > 1e-3 + 0.02 * low:
+        middle = (low + high) / 2
+        other = best(np.append(x[:-1], middle), middle, middle)
+        if other.fun <= limit:
+            x, low = other.x, middle
+        else:
+            high = middle
     s, share = right(x[:-1]), float(x[-1])
     own = s[rows, codes]
     doubt = share * (1.0 - own) / (classes - 1)

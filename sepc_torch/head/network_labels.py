@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.model import torch_ops
-from sepc_torch.model.device_sync import all_finite
+from sepc_torch.model.device_sync import readable
 from sepc_torch.model.kernels.launch import available, on_device
 from sepc_torch.model.prediction import Prediction
 from sepc_torch.model.queries import rows_without_prediction
@@ -21,11 +21,13 @@ def network_labels(logits: Float[Tensor, "B C"]) -> tuple[Int[Tensor, "B"], Bool
 
     The class of a row without a prediction is a valid index too.
 
-    >>> network_labels(torch.tensor([[0.0, 2.0], [1.0, torch.nan]]))
-    (tensor([1, 1]), tensor([False,  True]))
+    >>> network_labels(torch.tensor([[0.0, 2.0], [1.0, torch.nan], [3.0, 3.0]]))
+    (tensor([1, 1, 0]), tensor([False,  True,  True]))
     """
-    if all_finite(logits):
-        return logits.argmax(dim=1), None
+    if readable(logits):
+        most, label = logits.max(dim=1)
+        if bool(((logits == most.unsqueeze(1)).sum(dim=1) == 1).all()):
+            return label, None
     label, missing = _labels(logits)
     return label, missing
 

@@ -4,7 +4,7 @@ The projections stay as they were fitted. A point inside an ellipsoid of its own
 minimum-volume ellipsoid of the points that the ellipsoid covers; neither does the removal of a point that is no support
 point. Such changes concern counts, densities and reference points only, which are computed again from all points. Every
 other change marks a class, and :func:`refit` solves the ellipsoids of marked classes. ``max_impure`` and
-``max_per_class`` keep the values that the fit chose. :mod:`sepc_torch.head.certificate` says how near the result is to
+``max_per_class`` keep the values that the fit chose. :mod:`sepc_torch.head.training_set` says how near the result is to
 a full fit.
 """
 
@@ -13,40 +13,41 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sepc_torch.data.arrays import numeric_points
 from sepc_torch.data.labels import TrainingSet, label_array, label_codes
 from sepc_torch.data.progress import Choice
-from sepc_torch.head.certificate import INSIDE_TOLERANCE
-from sepc_torch.head.evidence import Evidence, fit_evidence, pieces_of
-from sepc_torch.head.neighbours import Neighbours
-from sepc_torch.head.passes import ProjectedSet
-from sepc_torch.head.projection import Projection
-from sepc_torch.head.sources import row_ids
-from sepc_torch.head.training_set import KeptTrainingSet, State
+from sepc_torch.head.evidence.evidence import Evidence, fit_evidence, pieces_of
+from sepc_torch.head.evidence.neighbours import Neighbours
+from sepc_torch.head.reading.passes import ProjectedSet
+from sepc_torch.head.reading.sources import row_ids
+from sepc_torch.head.training_set import INSIDE_TOLERANCE, KeptTrainingSet, State, kept_points
 from sepc_torch.model.queries import feature_columns
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.partitioning.fit import count_partition, separate_classes
 from sepc_torch.partitioning.record import UncountedEllipsoid
 from sepc_torch.shapes import Array, Bool, Float, Int
 
+if TYPE_CHECKING:
+    from sepc_torch.head.trust_head import TrustHead
 
-class UpdatableParts(NamedTuple):
-    """The parts of a head that an update changes, and the projection, which it leaves as it is."""
+Part = TypeVar("Part", bound=nn.Module)
 
-    projection: Projection
+
+class Updated(NamedTuple):
+    """The parts of a head that follow from its training points."""
+
     sepc: SEPC
     evidence: Evidence
     training_set: KeptTrainingSet
-    feature_names: tuple[str, ...] | None
 
 
-def add_points(parts: UpdatableParts, z: Any, y: Any, ids: Any = None) -> UpdatableParts:
+def add_points(head: TrustHead, z: Any, y: Any, ids: Any = None) -> TrustHead:
     """Add labelled embeddings; mark the classes whose ellipsoids they change.
 
     A class is marked if a new point of the class lies in none of its ellipsoids, or if new points of other classes push
@@ -54,7 +55,7 @@ def add_points(parts: UpdatableParts, z: Any, y: Any, ids: Any = None) -> Updata
     replaces a random reference point of its class, so that these stay a uniform sample of the class.
 
     Args:
-        parts: The head.
+        head: The head, which is changed.
         z: Embeddings (M, D): an array, list of rows, tensor, or a table with the columns that the head was fitted on.
         y: Their labels (M,), all known to the head.
         ids: Their identifiers (M,), new to the head; by default the integers after the largest identifier.
@@ -67,20 +68,20 @@ def add_points(parts: UpdatableParts, z: Any, y: Any, ids: Any = None) -> Updata
     >>> head.sepc.totals.tolist(), head.calibration_age
     ([4, 3], 0.14285714285714285)
     """
-    old = parts.training_set
-    embeddings = _embeddings(parts, z)
-    codes = _known_codes(y, parts.sepc.classes, len(embeddings))
+    old = kept_points(head)
+    embeddings = _embeddings(head, z)
+    codes = _known_codes(y, head.sepc.classes, len(embeddings))
     names = _new_ids(ids, old.ids, len(codes))
     with torch.no_grad():
-        points = _on_cpu(parts.projection)(embeddings).double().numpy()
-        coordinates = _on_cpu(parts.evidence.polar)(embeddings).float().numpy()
+        points = _on_cpu(head.projection)(embeddings).double().numpy()
+        coordinates = _on_cpu(_evidence_of(head).polar)(embeddings).float().numpy()
     bad = ~(np.isfinite(points).all(axis=1) & np.isfinite(coordinates).all(axis=1))
     if bad.any():
         raise ValueError(
             f"Row {int(bad.argmax())} has no projection: it holds only zeros or too large values. Drop it."
         )
     rows = np.arange(len(old), len(old) + len(codes))
-    reference = parts.evidence.reference_points
+    reference = _evidence_of(head).reference_points
     fresh = embeddings.to(reference.offsets.dtype) - reference.origin.cpu()
     kept, added = _choose_reference_points(old, codes)
     references = np.concatenate([old.reference_rows[kept], rows[added]])
@@ -91,22 +92,21 @@ def add_points(parts: UpdatableParts, z: Any, y: Any, ids: Any = None) -> Updata
         coordinates=np.concatenate([old.coordinates, coordinates]),
         codes=np.concatenate([old.codes, codes]),
         ids=np.concatenate([old.ids, names]),
-        changes=old.changes + len(codes),
     )
     order = np.lexsort((references, new.codes[references]))
     new = replace(new, reference_rows=references[order])
     outside = ~_inside_own(old.ellipsoids, points, codes)
-    found = _count_again(parts, new, new.ellipsoids, offsets[torch.from_numpy(order)])
-    return _with_states(parts, found, set(codes[outside].tolist()), set(codes.tolist()))
+    found = _count_again(head, new, new.ellipsoids, offsets[torch.from_numpy(order)])
+    return _with_states(head, found, set(codes[outside].tolist()), set(codes.tolist()))
 
 
-def remove_points(parts: UpdatableParts, ids: Any) -> UpdatableParts:
+def remove_points(head: TrustHead, ids: Any) -> TrustHead:
     """Remove all points with the given identifiers; mark the classes whose support points are among them.
 
     Every class must keep a point and, if the head has reference points, a reference point.
 
     Args:
-        parts: The head.
+        head: The head, which is changed.
         ids: The identifiers, or one identifier.
 
     >>> from sepc_torch import TrustHead
@@ -117,7 +117,7 @@ def remove_points(parts: UpdatableParts, ids: Any) -> UpdatableParts:
     >>> head.forget([2]).marked  # an end; two classes are always solved together
     ('a', 'b')
     """
-    old = parts.training_set
+    old = kept_points(head)
     wanted = label_array(_several(ids), "ids").tolist()
     unknown = sorted(set(wanted) - set(old.ids.tolist()), key=str)
     if unknown:
@@ -126,7 +126,7 @@ def remove_points(parts: UpdatableParts, ids: Any) -> UpdatableParts:
             "or of an update."
         )
     gone = np.isin(old.ids, np.array(wanted, dtype=old.ids.dtype))
-    _refuse_empty_classes(parts, gone)
+    _refuse_empty_classes(head, gone)
     left = ~gone
     place = left.cumsum() - 1  # the new row of each row that is left
     support = {e.code for e in old.ellipsoids if gone[e.support].any()}
@@ -139,23 +139,20 @@ def remove_points(parts: UpdatableParts, ids: Any) -> UpdatableParts:
         codes=old.codes[left],
         ids=old.ids[left],
         reference_rows=place[old.reference_rows[kept]],
-        changes=old.changes + int(gone.sum()),
     )
-    offsets = parts.evidence.reference_points.offsets.cpu()[torch.from_numpy(kept)]
-    found = _count_again(parts, new, ellipsoids, offsets)
-    return _with_states(parts, found, support, set(old.codes[gone].tolist()))
+    offsets = _evidence_of(head).reference_points.offsets.cpu()[torch.from_numpy(kept)]
+    found = _count_again(head, new, ellipsoids, offsets)
+    return _with_states(head, found, support, set(old.codes[gone].tolist()))
 
 
-def refit(
-    parts: UpdatableParts, classes: Any = None, n_jobs: int | None = None, progress: Choice = "auto"
-) -> UpdatableParts:
+def refit(head: TrustHead, classes: Any = None, n_jobs: int | None = None, progress: Choice = "auto") -> TrustHead:
     """Solve the ellipsoids of some classes again, with the present points of all classes; keep the others.
 
     The ellipsoids of these classes are bit-identical to those of a full fit with the same projection. If the head has
     two classes, one run separates them, so both are solved.
 
     Args:
-        parts: The head.
+        head: The head, which is changed.
         classes: Labels of the classes; by default the marked ones.
         n_jobs: Number of processes, as in joblib.
         progress: Whether to show a progress bar.
@@ -168,34 +165,35 @@ def refit(
     >>> head.refit().marked, [c.state for c in head.certificate().classes]
     ((), ['refitted', 'refitted'])
     """
-    old, labels = parts.training_set, parts.sepc.classes
+    old, labels = kept_points(head), head.sepc.classes
     wanted = set(old.marked.tolist())
     if classes is not None:
         wanted = set(_known_codes(_several(classes), labels, None).tolist())
     if not wanted:
-        return parts
+        return head
     if len(labels) == 2:
         wanted = {0, 1}
-    solved = separate_classes(_points_of(parts, old), parts.sepc.made, wanted, n_jobs, progress)
+    solved = separate_classes(_points_of(head, old), head.sepc.made, wanted, n_jobs, progress)
     kept = [e for e in old.ellipsoids if e.code not in wanted]
-    found = _count_again(parts, old, (*kept, *solved.pieces), parts.evidence.reference_points.offsets.cpu(), n_jobs)
+    found = _count_again(head, old, (*kept, *solved.pieces), _evidence_of(head).reference_points.offsets.cpu(), n_jobs)
     states: list[State] = ["refitted" if c in wanted else state for c, state in enumerate(old.states)]
     current = old.current.copy()
     current[list(wanted)] = True
-    return found._replace(training_set=replace(found.training_set, states=tuple(states), current=current))
+    new = replace(found.training_set, states=tuple(states), current=current)
+    return head.replace_points(found.sepc, found.evidence, new)
 
 
 def _count_again(
-    parts: UpdatableParts,
+    head: TrustHead,
     kept: KeptTrainingSet,
     ellipsoids: Iterable[UncountedEllipsoid],
     offsets: Float[Tensor, "n D"],
     n_jobs: int | None = None,
-) -> UpdatableParts:
+) -> Updated:
     """Compute counts, densities and reference points of the given training points and ellipsoids."""
-    old, evidence = parts.sepc, parts.evidence
+    old, evidence = head.sepc, _evidence_of(head)
     device, dtype = old.codes.device, old.bank.offsets.dtype
-    data = _points_of(parts, kept)
+    data = _points_of(head, kept)
     part = count_partition(list(ellipsoids), data, old.made, n_jobs=n_jobs)
     sepc = SEPC.from_partition(part, old.nearest, nan_policy=old.nan_policy, dtype=dtype, kernel=old.bank.kernel)
     sepc.feature_names, sepc.screen = old.feature_names, old.screen
@@ -212,25 +210,25 @@ def _count_again(
         kept.reference_rows,
         kept.variance,
     )
-    fitted = fit_evidence(projected, pieces_of(part, kept.points, kept.codes))
-    return parts._replace(
-        sepc=sepc.to(device),
-        evidence=fitted.to(device, dtype),
-        training_set=replace(kept, ellipsoids=part.uncounted()),
+    fitted = fit_evidence(
+        projected,
+        pieces_of(part, kept.points, kept.codes),
+        dict(zip(evidence.layer_names, map(_on_cpu, evidence.layers), strict=True)),
     )
+    return Updated(sepc.to(device), fitted.to(device, dtype), replace(kept, ellipsoids=part.uncounted()))
 
 
-def _with_states(before: UpdatableParts, after: UpdatableParts, marked: set[int], changed: set[int]) -> UpdatableParts:
-    """Set the states of the classes after points were added or removed.
+def _with_states(head: TrustHead, after: Updated, marked: set[int], changed: set[int]) -> TrustHead:
+    """Give the head its changed points, and set the states of the classes.
 
     Args:
-        before: The head before the change.
-        after: The head after the change, with the same ellipsoids.
+        head: The head before the change.
+        after: Its parts after the change, with the same ellipsoids.
         marked: Classes that must be solved again.
         changed: Classes whose points changed.
     """
     codes, most = after.sepc.codes.cpu().numpy(), after.sepc.made["max_impure"]
-    held, previous = (parts.sepc.held.cpu().numpy() for parts in (after, before))
+    held, previous = (sepc.held.cpu().numpy() for sepc in (after.sepc, head.sepc))
     impure, impure_before = (
         counts.sum(axis=1) - np.take_along_axis(counts, codes[:, None], axis=1)[:, 0] for counts in (held, previous)
     )
@@ -245,7 +243,8 @@ def _with_states(before: UpdatableParts, after: UpdatableParts, marked: set[int]
         elif c in changed:
             states[c] = "counts only"
     current = np.zeros_like(after.training_set.current)
-    return after._replace(training_set=replace(after.training_set, states=tuple(states), current=current))
+    new = replace(after.training_set, states=tuple(states), current=current)
+    return head.replace_points(after.sepc, after.evidence, new)
 
 
 def _inside_own(
@@ -285,9 +284,9 @@ def _choose_reference_points(old: KeptTrainingSet, codes: Int[Array, "M"]) -> tu
     return chosen[: len(owners)], chosen[len(owners) :]
 
 
-def _refuse_empty_classes(parts: UpdatableParts, gone: Bool[Array, "N"]) -> None:
+def _refuse_empty_classes(head: TrustHead, gone: Bool[Array, "N"]) -> None:
     """Raise ValueError if a class would keep no point or no reference point."""
-    kept, labels = parts.training_set, parts.sepc.classes
+    kept, labels = kept_points(head), head.sepc.classes
     left = np.bincount(kept.codes[~gone], minlength=len(labels))
     if not left.all():
         raise ValueError(
@@ -308,22 +307,27 @@ def _several(values: Any) -> Any:
     return [values] if isinstance(values, (str, int, float, np.generic)) else values
 
 
-def _points_of(parts: UpdatableParts, kept: KeptTrainingSet) -> TrainingSet:
-    return TrainingSet(kept.points, kept.codes, np.array(parts.sepc.classes), None)
+def _evidence_of(head: TrustHead) -> Evidence:
+    assert head.evidence is not None  # fits that keep points fit the evidence too
+    return head.evidence
 
 
-def _on_cpu(projection: Projection) -> Projection:
-    return copy.deepcopy(projection).cpu()
+def _points_of(head: TrustHead, kept: KeptTrainingSet) -> TrainingSet:
+    return TrainingSet(kept.points, kept.codes, np.array(head.sepc.classes), None)
 
 
-def _embeddings(parts: UpdatableParts, z: Any) -> Float[Tensor, "M D"]:
+def _on_cpu(part: Part) -> Part:
+    return copy.deepcopy(part).cpu()
+
+
+def _embeddings(head: TrustHead, z: Any) -> Float[Tensor, "M D"]:
     """The embeddings as a tensor on the CPU in the dtype of the projection."""
-    values = numeric_points(feature_columns(z, parts.feature_names), "z")[0]
-    if values.shape[1] != parts.projection.in_features:
-        wanted = parts.projection.in_features
+    values = numeric_points(feature_columns(z, head.feature_names), "z")[0]
+    if values.shape[1] != head.projection.in_features:
+        wanted = head.projection.in_features
         raise ValueError(f"z must have {wanted} features like the embeddings of the fit, got {values.shape[1]}.")
     # In float32 first, as the fit reads embeddings.
-    return torch.from_numpy(np.array(values)).float().to(parts.projection.shift.dtype)
+    return torch.from_numpy(np.array(values)).float().to(head.projection.shift.dtype)
 
 
 def _known_codes(y: Any, classes: list[Any], rows: int | None) -> Int[Array, "M"]:
@@ -347,6 +351,8 @@ def _new_ids(ids: Any, old: Array, rows: int) -> Array:
         if old.dtype.kind == "U":
             raise ValueError("The training points have names as ids; pass ids for the new points too.")
         first = int(old.max()) + 1
+        if first + rows > np.iinfo(np.int64).max:
+            raise ValueError("No integers are left after the largest id of the training points; pass ids.")
         return np.arange(first, first + rows)
     found = row_ids(ids, rows)
     if (found.dtype.kind == "U") != (old.dtype.kind == "U"):
@@ -361,4 +367,4 @@ def _new_ids(ids: Any, old: Array, rows: int) -> Array:
             else f"{found[np.isin(found, old)].tolist()[0]!r} is in the training set"
         )
         raise ValueError(f"ids of new points must be new: {known}. Remove the old point first with forget(ids).")
-    return found if found.dtype.kind == "U" else found.astype(np.int64)
+    return found

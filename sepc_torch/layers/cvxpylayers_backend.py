@@ -21,11 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import cvxpy as cp
-import diffcp
 import numpy as np
 import torch
-from cvxpylayers.torch import CvxpyLayer
+
+try:
+    import cvxpy as cp
+    import diffcp
+    from cvxpylayers.torch import CvxpyLayer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "RCHLayer and MVELayer(backend='cvxpylayers') need cvxpylayers: pip install 'sepc_torch[layers]'.",
+        name=error.name,
+    ) from error
 from scipy.optimize import nnls
 from torch import Tensor
 
@@ -33,7 +40,7 @@ from sepc_torch.layers.implicit import OnlyOnce
 from sepc_torch.layers.native import Whitening
 from sepc_torch.shapes import Array, Bool, Float
 
-# SCS at a tolerance of 1e-8: the accuracy of gradients (see experiments/bench_layers.py) is then limited by diffcp's
+# SCS at a tolerance of 1e-8: the accuracy of gradients (see experiments/solvers) is then limited by diffcp's
 # least-squares solver (LSQR) and not by SCS. One thread, because diffcp would start a pool of all cores at every call.
 # The limit on iterations is SCS's own default.
 _SOLVER: dict[str, Any] = {"solve_method": "SCS", "eps": 1e-8, "max_iters": 100_000, "n_jobs_forward": 1}

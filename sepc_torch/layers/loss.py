@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.options import check_count, check_not_negative
 from sepc_torch.layers.ellipsoids import RefittedEllipsoid
-from sepc_torch.layers.mve import Backend, MVELayer, at_least_one, at_least_zero, refuse_transforms
+from sepc_torch.layers.mve import Backend, MVELayer, refuse_transforms
 from sepc_torch.shapes import Bool, Float, Int
 
 
@@ -37,14 +38,14 @@ class EllipsoidLoss(nn.Module):
     ``loss = cross_entropy(logits, y) + 0.1 * ellipsoid_loss(embedding, y)``
 
     The loss has kinks where the support of an ellipsoid changes, and steep gradients near them. Clip gradients and keep
-    the weight small (``experiments/refit_moons.py`` and ``experiments/refit_embeddings.py`` measure gain and cost).
+    the weight small (``experiments/solvers/refits.py`` measures gain and cost).
 
     A class with fewer than D + 1 points in the batch has no ellipsoid: it is left out, with one warning per class. A
     batch should have several times D points of every class. In distributed training every process fits its own part of
     the batch. For ellipsoids of the whole batch, gather the embeddings first (``all_gather`` with gradients).
 
     The loss computes in float64 with autocast off and returns float32 (float64 for float64 embeddings). Time: one fit
-    per class and one of the batch (``experiments/bench_layers.py`` measures fits). Memory: (C + 2) N D numbers for a
+    per class and one of the batch (``experiments/solvers`` measures fits). Memory: (C + 2) N D numbers for a
     batch of N, and on a GPU a few matrices (M, M) for each class of M points and for the batch's working set of at most
     D (D + 5) points.
 
@@ -79,8 +80,8 @@ class EllipsoidLoss(nn.Module):
         floor: float | None = None,
     ) -> None:
         super().__init__()
-        self.classes, self.features = at_least_one(classes, "classes"), at_least_one(features, "features")
-        self.volume, self.margin = at_least_zero(volume, "volume"), at_least_zero(margin, "margin")
+        self.classes, self.features = check_count(classes, "classes", 1), check_count(features, "features", 1)
+        self.volume, self.margin = check_not_negative(volume, "volume"), check_not_negative(margin, "margin")
         self.through_refit = through_refit
         self.backend: Backend = backend
         self.smoothing = smoothing

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.options import check_choice, check_count, check_not_negative
 from sepc_torch.layers import native
 from sepc_torch.layers.ellipsoids import RefittedEllipsoid
 from sepc_torch.layers.native import Whitening, whiten
@@ -30,7 +29,7 @@ class MVELayer(nn.Module):
     their device, and are deterministic. Both raise an error for second derivatives.
 
     Memory of the native backend, in float64: on the CPU, per set, a few matrices (S, S) for S support points, at most
-    D (D + 3) / 2; on a GPU, and with smoothing, a few (M, M). ``experiments/bench_layers.py`` measures times.
+    D (D + 3) / 2; on a GPU, and with smoothing, a few (M, M). ``experiments/solvers/bench_layers.py`` measures times.
 
     The module holds no tensors. It can be copied, pickled and trained with any strategy, and adds nothing to a state
     dict.
@@ -67,11 +66,10 @@ class MVELayer(nn.Module):
         floor: float = 0.0,
     ) -> None:
         super().__init__()
-        self.points, self.features = at_least_one(points, "points"), at_least_one(features, "features")
-        if backend not in get_args(Backend):
-            raise ValueError(f"backend must be 'native' or 'cvxpylayers', got {backend!r}.")
+        self.points, self.features = check_count(points, "points", 1), check_count(features, "features", 1)
+        check_choice("backend", backend, get_args(Backend))
         for name, value in (("smoothing", smoothing), ("floor", floor)):
-            at_least_zero(value, name)
+            check_not_negative(value, name)
             if value and backend != "native":
                 raise ValueError(
                     f"{name}={value} needs backend='native'; the cvxpylayers backend has neither smoothing nor a floor."
@@ -167,32 +165,6 @@ class MVELayer(nn.Module):
             "points in general position are needed. Give the layer a floor, project to fewer features, or mask fewer "
             "points."
         )
-
-
-def at_least_one(value: Any, name: str) -> int:
-    """Check that an argument is an integer of at least 1 and return it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):  # operator.index accepts True
-        raise TypeError(f"{name} must be a whole number of at least 1, got {value!r}; give a number such as 8.")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}.")
-    return number
-
-
-def at_least_zero(value: Any, name: str) -> float:
-    """Check that an argument is a finite number of at least 0 and return it."""
-    try:
-        number = None if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be a finite number of at least 0, got {value!r}; give a number such as 0.0.")
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
-    return number
 
 
 def refuse_transforms(name: str) -> None:

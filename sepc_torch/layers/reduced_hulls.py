@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sepc_torch.layers.mve import at_least_one, refuse_transforms
+from sepc_torch.data.options import check_count
+from sepc_torch.layers.mve import refuse_transforms
 from sepc_torch.shapes import Float
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class RCHLayer(nn.Module):
 
     def __init__(self, first: int, second: int, features: int, cap: float | None = None) -> None:
         super().__init__()
-        self.first, self.second = at_least_one(first, "first"), at_least_one(second, "second")
-        self.features = at_least_one(features, "features")
+        self.first, self.second = check_count(first, "first", 1), check_count(second, "second", 1)
+        self.features = check_count(features, "features", 1)
         least = 1.0 / min(self.first, self.second)
         cap = least if cap is None else min(float(cap), 1.0)
         if not cap >= least * (1.0 - 1e-12):
@@ -87,10 +88,10 @@ class RCHLayer(nn.Module):
     def forward(self, x: Float[Tensor, "*batch N D"], y: Float[Tensor, "*batch M D"]) -> ClosestPoints:
         """Find the closest points of the hulls of x (N, D) and y (M, D), or of B pairs of sets."""
         refuse_transforms(type(self).__name__)
-        for name, z, count in (("x", x, self.first), ("y", y, self.second)):
-            if z.ndim not in (2, 3) or z.shape[-2:] != (count, self.features) or z.shape[:-2] != x.shape[:-2]:
+        for name, z, rows in (("x", x, self.first), ("y", y, self.second)):
+            if z.ndim not in (2, 3) or z.shape[-2:] != (rows, self.features) or z.shape[:-2] != x.shape[:-2]:
                 raise ValueError(
-                    f"{name} must have shape ({count}, {self.features}), or (B, {count}, {self.features}) with the "
+                    f"{name} must have shape ({rows}, {self.features}), or (B, {rows}, {self.features}) with the "
                     f"same B for x and y; got {tuple(z.shape)}."
                 )
             if not bool(z.isfinite().all()):

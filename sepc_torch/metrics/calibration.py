@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
+from sepc_torch.data.options import check_count
 from sepc_torch.metrics.selective import check_flags, check_scores
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -49,18 +49,22 @@ def ece(
     tensor(0.1000, dtype=torch.float64)
     """
     check_probability(probability, correct)
-    bins = count(bins, "bins", least=1)
+    bins = check_count(bins, "bins", least=1)
     p = probability.double()
+    bin_of = bin_numbers(p, bins, binning)
+    total = torch.bincount(bin_of, weights=correct.double() - p, minlength=bins)
+    return total.abs().sum() / len(p)
+
+
+def bin_numbers(p: Float[Tensor, "B"], bins: int, binning: Binning) -> Int[Tensor, "B"]:
+    """The bin of every probability; see :func:`ece`."""
     if binning == "width":
         # Compare with the edges instead of multiplying by `bins`, so that 0.2 falls into the bin that ends at 0.2.
         edges = torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=p.device)[1:-1]
-        bin_of = torch.bucketize(p, edges)
-    else:
-        _, block, size = p.unique(return_inverse=True, return_counts=True)
-        first = size.cumsum(0) - size
-        bin_of = (first * bins // len(p))[block]
-    total = torch.bincount(bin_of, weights=correct.double() - p, minlength=bins)
-    return total.abs().sum() / len(p)
+        return torch.bucketize(p, edges)
+    _, block, size = p.unique(return_inverse=True, return_counts=True)
+    first = size.cumsum(0) - size
+    return (first * bins // len(p))[block]
 
 
 def brier(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> Float[Tensor, ""]:
@@ -89,12 +93,7 @@ def reliability(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) -> 
 
 
 def wilson_interval(share: Float[Tensor, "V"], size: Int[Tensor, "V"]) -> tuple[Float[Tensor, "V"], Float[Tensor, "V"]]:
-    """Lower and upper end of Wilson's 95 % interval of a share of ``size`` trials.
-
-    >>> low, high = wilson_interval(torch.tensor([0.5]), torch.tensor([4]))
-    >>> round(float(low), 3), round(float(high), 3)
-    (0.15, 0.85)
-    """
+    """Lower and upper end of Wilson's 95 % interval of a share of ``size`` trials."""
     z = _NORMAL**2 / size
     middle, half = (share + z / 2) / (1 + z), (z * (share * (1 - share) + z / 4)).sqrt() / (1 + z)
     return (middle - half).clamp_min(0.0), (middle + half).clamp_max(1.0)

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sepc_torch.data.text_table import text_table
+from sepc_torch.data.text import text_table
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Int
 
@@ -32,6 +32,7 @@ _COLUMNS = {
     "naurc": _Column("NAURC", 1.0, 3, more=False),
     "failure_auroc": _Column("AUROC mistakes", 1.0, 3, more=True),
     "ece": _Column("ECE", 1.0, 3, more=False),
+    "accepted": _Column("accepted", 1.0, 3, more=True),
     "unknown_auroc": _Column("AUROC unknowns", 1.0, 3, more=True),
     "fpr95": _Column("FPR95", 1.0, 3, more=False),
     "scod_aurc": _Column("SCOD-AURC x1000", 1000.0, 2, more=False),
@@ -41,11 +42,11 @@ _COLUMNS = {
 # What each question is called in the advice, its column, and the field of the head's prediction that answers it.
 _QUESTIONS = (
     ("to find mistakes", "aurc", "confidence"),
-    ("to find unknowns", "unknown_auroc", "strangeness"),
+    ("to find unknowns", "unknown_auroc", "nonconformity"),
     ("to find both", "scod_aurc", "joint"),
 )
-# Rows of scores that the head computes.
-OURS = ("SEP-C", "SEP-C joint", "paper's trust", "partition's margin")
+# Row of the scores that the head makes for each question.
+_OURS = "SEP-C"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,15 +56,18 @@ class Comparison:
     Attributes:
         rows: One dictionary per score: the title of the score under ``"score"``, and a float under the name of every
             metric of :mod:`sepc_torch.metrics` (the printed table shows AURC times 1000). NaN if the metric is
-            undefined for the score, or if the network made no mistake, or only mistakes.
+            undefined for the score, or if the network made no mistake, or only mistakes. ``"accepted"`` is the share of
+            the rows that the score accepts at a promised risk.
+        standard_errors: The standard errors of the metrics, in the same form.
         accuracy: Fraction of the evaluated rows whose network label is right.
         judged: Indices of the test rows used for evaluation, ascending.
         unknown: Number of unknown rows used for evaluation.
-        caption: Two lines: the rows used for evaluation, and how to read the table.
+        caption: Lines below the table: the rows used for evaluation, how to read the table, and the scores left out.
         head: The calibrated head, ready for use.
     """
 
     rows: list[dict[str, Any]]
+    standard_errors: list[dict[str, Any]]
     accuracy: float
     judged: Int[Array, "B"]
     unknown: int
@@ -95,21 +99,23 @@ class Comparison:
     def advice(self) -> str:
         """One sentence: which score to use for mistakes, for unknowns, and for both, on these data.
 
-        It names the best single score for comparison; that was chosen in hindsight, which a user of one score cannot.
+        It names the best of all other rows for comparison; that was chosen in hindsight, which a user of one score
+        cannot.
         """
         parts = []
         for task, column, field in _QUESTIONS:
             if column not in self.columns:
                 continue
             title, factor, decimals, more = _COLUMNS[column]
-            single = [row for row in self.rows if row["score"] not in OURS and not math.isnan(row[column])]
-            ours = next(row[column] for row in self.rows if row["score"] == OURS[0])
-            if not single or math.isnan(ours):
+            own = (_OURS, f"{_OURS} {field}")  # the row of the joint score repeats it
+            others = [row for row in self.rows if row["score"] not in own and not math.isnan(row[column])]
+            ours = next(row[column] for row in self.rows if row["score"] == _OURS)
+            if not others or math.isnan(ours):
                 continue
-            best = (max if more else min)(single, key=lambda row: row[column])
+            best = (max if more else min)(others, key=lambda row: row[column])
             mine, theirs = (f"{factor * value:.{decimals}f}" for value in (ours, best[column]))
             if mine == theirs or (ours > best[column]) == more:
-                parts.append(f"{task}, use {field} ({title} {mine}; best single score: {best['score']}, {theirs})")
+                parts.append(f"{task}, use {field} ({title} {mine}; best other score: {best['score']}, {theirs})")
             else:
                 parts.append(f"{task}, {best['score']} is better ({title} {theirs}; {field} {mine})")
         return f"On these data: {'; '.join(parts)}." if parts else "These data cannot tell which score to use."
@@ -136,10 +142,21 @@ class Comparison:
         names = [row["score"] for row in self.rows]
         table = text_table(["score", *header], [[name, *line] for name, line in zip(names, lines, strict=True)])
         advice = textwrap.fill(self.advice, _WIDTH)
-        return f"{table}\n\n{self.caption}\n\n{advice}"
+        return f"{table}\n\n{self.caption}\n{textwrap.fill(self._errors, _WIDTH)}\n\n{advice}"
+
+    @property
+    def _errors(self) -> str:
+        """The standard errors of the first row, which are about those of the others, in words."""
+        shown = [(_COLUMNS[name], self.standard_errors[0][name]) for name in self.columns]
+        listed = [f"{c.title} {c.factor * value:.{c.decimals}f}" for c, value in shown if not math.isnan(value)]
+        return f"Standard errors of {_OURS}: {', '.join(listed)}; of all rows: to_pandas()."
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a row per score and a column per metric (pandas must be installed)."""
+        """A DataFrame with a row per score, and for each metric a column and one of its standard error (``aurc_se``).
+
+        pandas must be installed.
+        """
         import pandas as pd
 
-        return pd.DataFrame(self.rows).set_index("score")
+        found, errors = (pd.DataFrame(rows).set_index("score") for rows in (self.rows, self.standard_errors))
+        return found.join(errors.add_suffix("_se"))

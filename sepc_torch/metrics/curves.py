@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
-from sepc_torch.metrics.calibration import check_probability, wilson_interval
+from sepc_torch.data.options import check_count
+from sepc_torch.metrics.calibration import Binning, bin_numbers, check_probability, wilson_interval
 from sepc_torch.metrics.selective import check_flags, expected_losses
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -52,14 +52,17 @@ def risk_coverage(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"], po
     check_flags(correct)
     losses = expected_losses(confidence, (~correct).double())
     n = len(losses)
-    steps = torch.linspace(1, n, min(n, count(points, "points", least=2)), dtype=torch.float64).round().long()
+    steps = torch.linspace(1, n, min(n, check_count(points, "points", least=2)), dtype=torch.float64).round().long()
     return RiskCoverage(steps.double() / n, losses.cumsum(0).cpu()[steps - 1] / steps)
 
 
-def reliability_bins(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"], bins: int = 15) -> ReliabilityBins:
-    r"""Accuracy and mean confidence in bins :math:`(\frac{b - 1}{B}, \frac bB]` of equal width, without empty bins.
+def reliability_bins(
+    probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"], bins: int = 15, binning: Binning = "width"
+) -> ReliabilityBins:
+    r"""Accuracy and mean confidence in bins, without empty bins.
 
-    The weighted mean distance of the two is :func:`~sepc_torch.metrics.calibration.ece` of as many bins.
+    ``binning`` is that of :func:`~sepc_torch.metrics.calibration.ece`, the weighted mean distance of the two in as many
+    bins.
 
     >>> found = reliability_bins(torch.tensor([0.9, 0.9, 0.6, 0.6]), torch.tensor([True, True, True, False]), bins=2)
     >>> found.confidence, found.right, found.size
@@ -67,9 +70,8 @@ def reliability_bins(probability: Float[Tensor, "B"], correct: Bool[Tensor, "B"]
     """
     check_probability(probability, correct)
     p = probability.double()
-    bins = count(bins, "bins", least=1)
-    edges = torch.linspace(0.0, 1.0, bins + 1, dtype=torch.float64, device=p.device)[1:-1]
-    bin_of = torch.bucketize(p, edges)
+    bins = check_count(bins, "bins", least=1)
+    bin_of = bin_numbers(p, bins, binning)
     size = torch.bincount(bin_of, minlength=bins)
     held = size > 0
     size = size[held]

@@ -89,13 +89,7 @@ def failure_auroc(confidence: Float[Tensor, "B"], correct: Bool[Tensor, "B"]) ->
 
 
 def auroc(higher: Float[Tensor, "P"], lower: Float[Tensor, "Q"]) -> Float[Tensor, ""]:
-    """Probability that a value of ``higher`` exceeds a value of ``lower``; ties count one half.
-
-    NaN if either tensor is empty.
-
-    >>> auroc(torch.tensor([3.0, 2.0]), torch.tensor([2.0, 1.0]))
-    tensor(0.8750, dtype=torch.float64)
-    """
+    """Probability that a value of ``higher`` exceeds one of ``lower``; ties count one half; NaN if either is empty."""
     values, block = torch.cat([higher, lower]).unique(return_inverse=True)
     parts = block.split([len(higher), len(lower)])
     top, bottom = (torch.bincount(part, minlength=len(values)).double() for part in parts)
@@ -164,11 +158,7 @@ def scod_augrc(
 
 
 def expected_losses(confidence: Float[Tensor, "B"], loss: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """Expected loss at each place of the ranking, in float64; tied predictions share their mean loss.
-
-    >>> expected_losses(torch.tensor([0.9, 0.1, 0.1]), torch.tensor([0.0, 1.0, 0.0]))
-    tensor([0.0000, 0.5000, 0.5000], dtype=torch.float64)
-    """
+    """Expected loss at each place of the ranking, in float64; tied predictions share their mean loss."""
     check_scores(confidence, loss)
     _, block, size = confidence.unique(return_inverse=True, return_counts=True)
     total = torch.bincount(block, weights=loss.double())

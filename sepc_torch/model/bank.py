@@ -13,7 +13,7 @@ from sepc_torch.data.arrays import single_row_hint
 from sepc_torch.data.options import check_choice
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
-from sepc_torch.model.buffers import at_least_float32
+from sepc_torch.model.derived import Derived
 from sepc_torch.model.device_sync import warm_up
 from sepc_torch.model.kernels import Kernel, Split, fused_distances, possible, split
 from sepc_torch.model.precision import as_dtype
@@ -28,7 +28,7 @@ class PrincipalAxes(NamedTuple):
     lengths: Float[Tensor, "K D"]
 
 
-class EllipsoidBank(nn.Module):
+class EllipsoidBank(Derived):
     r"""Mahalanobis distances :math:`d_k(z) = \|W_k (z - c_k)\|` to K ellipsoids.
 
     Centres and whiteners are buffers: they move with ``.to()`` and are saved, but they are not trained. The module
@@ -51,6 +51,7 @@ class EllipsoidBank(nn.Module):
     tensor([[1., 1.]])
     """
 
+    derived = ("prepared",)
     origin: Tensor
     offsets: Tensor
     whiteners: Tensor
@@ -82,8 +83,7 @@ class EllipsoidBank(nn.Module):
         self.register_buffer("whiteners", whiteners)
         self.kernel: Kernel = kernel
         self.prepared: Split | None = None
-        self._prepare()
-        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        self.restore()
 
     @property
     def centers(self) -> Float[Tensor, "K D"]:
@@ -159,22 +159,14 @@ class EllipsoidBank(nn.Module):
         """
         return warm_up(self, self.offsets, rows)
 
-    def _prepare(self) -> None:
+    def derive(self) -> None:
         """Derive the fused kernel's data from the buffers, whenever they move or change. The data are not saved."""
         wanted = self.kernel != "torch" and possible(self.offsets)
         self.prepared = split(self.offsets, self.whiteners) if wanted else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "prepared": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EllipsoidBank:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         before = self.offsets.dtype
-        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
-        self._prepare()
+        moved = super()._apply(fn, recurse)
         if before == torch.float64 and self.offsets.dtype == torch.float32 and not self.offsets.is_meta:
             self._warn_of_rounding()
         return moved
@@ -194,7 +186,3 @@ class EllipsoidBank(nn.Module):
                 "or use dtype=torch.float64.",
                 stacklevel=5,  # the caller of SEPC.from_partition
             )
-
-
-def _after_loading(bank: EllipsoidBank, _keys: Any) -> None:
-    bank._prepare()

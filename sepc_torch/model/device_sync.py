@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
+from sepc_torch.data.options import check_count
 from sepc_torch.shapes import Float
 
 # Default batch sizes: a single request, a batch and, on a GPU, a batch large enough to need every kernel.
@@ -104,7 +104,7 @@ def warm_up(run: Callable[[Tensor], object], like: Float[Tensor, "B D"], rows: t
     >>> warm_up(torch.nn.Linear(3, 2), torch.empty(0, 3), (1, 8)) > 0.0
     True
     """
-    sizes = [count(size, "rows", least=1) for size in rows or (_ROWS_ON_CUDA if like.is_cuda else _ROWS)]
+    sizes = [check_count(size, "rows", least=1) for size in rows or (_ROWS_ON_CUDA if like.is_cuda else _ROWS)]
     generator = torch.Generator(like.device).manual_seed(0)  # leaves the global generator unchanged
     start = time.perf_counter()
     for size in sizes:

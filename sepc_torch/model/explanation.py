@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sepc_torch.data.text_table import printable
+from sepc_torch.data.text import printable
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.bank import EllipsoidBank
 from sepc_torch.model.prediction import Prediction

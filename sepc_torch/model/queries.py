@@ -8,21 +8,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sepc_torch.data.arrays import refuse_duplicates
+from sepc_torch.data.arrays import float_rows, real_numbers, refuse_duplicates
 from sepc_torch.data.labels import label_array, label_codes
+from sepc_torch.data.text import printable
 from sepc_torch.model.device_sync import can_synchronize
 from sepc_torch.shapes import Bool, Float, Int
 
 
-def points_as_tensor(z: Any, feature_names: tuple[str, ...] | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+def points_as_tensor(
+    z: Any, feature_names: tuple[str, ...] | None, device: torch.device, dtype: torch.dtype, name: str = "z"
+) -> Tensor:
     """Convert points to a floating-point tensor on a device; from a table, select the model's feature columns.
+
+    Masked and missing values become NaN. TypeError for values that are not real numbers.
 
     >>> points_as_tensor([[1, 2]], None, torch.device("cpu"), torch.float32)
     tensor([[1., 2.]], dtype=torch.float64)
     """
     z = feature_columns(z, feature_names)
+    numbers, names = real_numbers(z, name)
     if not isinstance(z, Tensor):
-        z = torch.from_numpy(np.array(z, dtype=np.float64))  # copy: arrays of DataFrames can be read-only
+        rows = numbers if names is None else float_rows(numbers, 0, len(numbers))
+        values = np.array(rows, dtype=np.float64)  # copy: arrays of DataFrames can be read-only
+        if np.ma.is_masked(z):
+            values[np.ma.getmaskarray(z)] = np.nan
+        z = torch.from_numpy(values)
     z = z.to(device)
     return z if z.is_floating_point() else z.to(dtype)
 
@@ -38,6 +48,41 @@ def feature_columns(z: Any, feature_names: tuple[str, ...] | None) -> Any:
     chosen = z[[by_name[name] for name in feature_names]]
     refuse_duplicates([str(column) for column in chosen.columns], "The table")
     return chosen
+
+
+def class_columns(logits: Any, classes: list[Any]) -> tuple[Any, bool]:
+    """The logits with columns in the order of the classes, and whether names of columns gave this order.
+
+    The columns of a table are matched by name. The names 0, 1, 2, ... are those of a table without names.
+    """
+    if not hasattr(logits, "columns") or list(logits.columns) == list(range(len(logits.columns))):
+        return logits, False
+    by_name, wanted = {str(column): column for column in logits.columns}, [str(label) for label in classes]
+    if sorted(map(str, logits.columns)) != sorted(wanted):
+        raise ValueError(
+            f"The columns of the logits are {_listed(list(logits.columns))}, and the classes {_listed(classes)}. Name "
+            "each column by its class, or pass an array with a column for each class in this order."
+        )
+    return logits[[by_name[name] for name in wanted]], True
+
+
+def unstated_order(classes: list[Any], call: str) -> ValueError:
+    """The error for logits without names, if the classes are names and nobody said which column is which.
+
+    Args:
+        classes: The classes, sorted.
+        call: The function that takes ``classes=``.
+    """
+    return ValueError(
+        "Which column of the logits belongs to which class? The classes are names; sorted, they are "
+        f"{_listed(classes)}, which need not be the order of the network. State the order of the columns with "
+        f"{call}(..., classes=[...]), or pass a table (DataFrame) whose columns are named by the classes."
+    )
+
+
+def _listed(names: list[Any]) -> str:
+    """The first eight names."""
+    return printable(names) if len(names) <= 8 else f"{printable(names[:8])[:-1]}, ...]"
 
 
 def select_row(points: Tensor, i: int | None) -> tuple[Float[Tensor, "B D"], int | None]:
@@ -72,27 +117,34 @@ def check_logits(logits: Any, shape: tuple[int, int], device: torch.device) -> N
 
 
 def rows_without_prediction(logits: Tensor) -> Bool[Tensor, "B"]:
-    """Mask of rows whose logits define no class: rows with NaN, with -inf alone, or with inf more than once.
+    """Mask of rows whose logits define no class: rows that hold NaN, or whose largest logit is not unique.
 
     >>> inf, nan = torch.inf, torch.nan
-    >>> rows_without_prediction(torch.tensor([[0.0, -inf], [inf, 0.0], [nan, 0.0], [-inf, -inf], [inf, inf]])).tolist()
+    >>> rows_without_prediction(torch.tensor([[0.0, -inf], [inf, 0.0], [nan, 0.0], [-inf, -inf], [1.0, 1.0]])).tolist()
     [False, False, True, True, True]
     """
-    undefined = (logits == -torch.inf).all(dim=1) | ((logits == torch.inf).sum(dim=1) > 1)
-    return undefined | logits.isnan().any(dim=1)
+    tied = (logits == logits.amax(dim=1, keepdim=True)).sum(dim=1) > 1
+    return tied | undefined_logits(logits)
 
 
-def refuse_rows_without_prediction(missing: Bool[Tensor, "B"], remedy: str) -> None:
-    """Raise an error if the logits of any row define no class; synchronises with a GPU.
+def undefined_logits(logits: Tensor) -> Bool[Tensor, "B"]:
+    """Mask of rows of logits that a sound network does not give: with NaN, -inf alone, or inf more than once."""
+    infinite = (logits == -torch.inf).all(dim=1) | ((logits == torch.inf).sum(dim=1) > 1)
+    return infinite | logits.isnan().any(dim=1)
+
+
+def refuse_undefined_logits(logits: Tensor, remedy: str) -> None:
+    """Raise an error if any row of logits is undefined; synchronises with a GPU.
 
     Args:
-        missing: The mask from :func:`rows_without_prediction`.
+        logits: The logits (B, C).
         remedy: Last sentence of the error message: what the caller can do.
     """
-    if bool(missing.any()):
+    undefined = undefined_logits(logits)
+    if bool(undefined.any()):
         raise ValueError(
-            f"logits hold NaN, -inf alone, or inf more than once in {int(missing.sum())} rows, first in row "
-            f"{int(missing.nonzero()[0])}: the network gave no label there. {remedy}"
+            f"logits hold NaN, -inf alone, or inf more than once in {int(undefined.sum())} rows, first in row "
+            f"{int(undefined.nonzero()[0])}: the network gave no label there. {remedy}"
         )
 
 
@@ -100,9 +152,9 @@ def refuse_bad_rows(bad: Bool[Tensor, "B"], dtype: torch.dtype) -> None:
     """Raise an error if any point has no finite distance; synchronises with a GPU."""
     if bool(bad.any()):
         raise ValueError(
-            f"z holds NaN, infinity, numbers too large for {dtype} or, if embeddings are normalised, only zeros in "
-            f"{int(bad.sum())} rows, first in row {int(bad.nonzero()[0])}. Drop these rows, or choose "
-            "nan_policy='flag' to give them label -1 and trust 0."
+            f"Row {int(bad.nonzero()[0])} holds NaN, infinity, numbers too large for {dtype} or, if embeddings are "
+            f"normalised, only zeros; there are {int(bad.sum())} such rows. Drop them, or choose nan_policy='flag' to "
+            "give them label -1 and trust 0."
         )
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model.counting import counts_in_reach, expanded_counts, region_counts
+from sepc_torch.model.derived import buffer_of
 from sepc_torch.model.device_sync import all_finite, readable
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Bool, Float, Int
@@ -82,7 +83,7 @@ class TrainingCounts(NamedTuple):
     @classmethod
     def from_ledger(cls, codes: Int[Tensor, "K"], ledger: Ledger, dtype: torch.dtype) -> TrainingCounts:
         """Build the tables from a ledger, with distances in the given dtype."""
-        tables = (torch.from_numpy(table) for table in (*ledger, ledger.held))
+        tables = (buffer_of(table) for table in (*ledger, ledger.held))
         return cls(codes, *(table.to(dtype) if table.is_floating_point() else table for table in tables))
 
 

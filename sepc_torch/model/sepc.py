@@ -3,19 +3,19 @@ r"""Frozen SEP-C classifier: torch module that maps points to label, trust and r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sepc_torch.data import files
 from sepc_torch.data.options import check_choice, usable_device
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.bank import EllipsoidBank
-from sepc_torch.model.buffers import at_least_float32, convert_state, resize_buffers
+from sepc_torch.model.derived import Derived, buffer_of, resize_buffers
 from sepc_torch.model.device_sync import can_synchronize, warm_up
 from sepc_torch.model.explanation import Explanation, ModelParts, explain_rows
 from sepc_torch.model.judging import judge_distances
@@ -40,7 +40,7 @@ Nearest = Literal["mahalanobis", "euclidean"]
 NanPolicy = Literal["raise", "flag"]
 
 
-class SEPC(nn.Module):
+class SEPC(Derived):
     r"""The paper's classifier with a fixed partition.
 
     The module holds buffers only: no parameter to train and no training point. Construct it with
@@ -62,6 +62,7 @@ class SEPC(nn.Module):
     ([0, 1], ['SINGLE', 'OUTSIDE'], [1.0, 1.0])
     """
 
+    derived = ("_kernels",)
     codes: Tensor
     cell_sizes: Tensor
     held: Tensor
@@ -99,19 +100,18 @@ class SEPC(nn.Module):
         self.nan_policy: NanPolicy = nan_policy
         self.made = dict(made or {})
         self.screen = screen
-        self._derive_axes()
-        self._prepare_kernels()
-        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        self.restore()
 
-    def _derive_axes(self) -> None:
-        """Derive the principal axes that Euclidean distances need. They follow from the buffers and are not saved."""
+    def restore(self) -> None:
+        """Derive the principal axes that Euclidean distances need, and the kernels' tables."""
         if self.nearest == "euclidean":
             axes = self.bank.principal_axes(self.scale)
             for name, tensor in zip(("axis_centers", "axis_directions", "axis_lengths"), axes, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
+        self.derive()
 
-    def _prepare_kernels(self) -> None:
-        """Derive the kernels' tables from the buffers; runs whenever the buffers move or change. They are not saved."""
+    def derive(self) -> None:
+        """Derive the kernels' tables."""
         self._kernels: Kernels | None = None
         if self.bank.kernel != "torch" and available(self.codes) and addressable(self.training_counts):
             self._kernels = kernels_for(
@@ -336,7 +336,7 @@ class SEPC(nn.Module):
         where = usable_device(device)
         arrays, metadata = files.read(path, "sepc")
         with files.interpreting(path):
-            model = cls.from_tensors({name: torch.from_numpy(array) for name, array in arrays.items()}, metadata)
+            model = cls.from_tensors({name: buffer_of(array) for name, array in arrays.items()}, metadata)
         return model.to(where)
 
     @classmethod
@@ -375,26 +375,8 @@ class SEPC(nn.Module):
         self.nearest, self.nan_policy, self.made = state["nearest"], state["nan_policy"], dict(state["made"])
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        convert_state(state_dict, prefix)
         complete = resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if complete:  # tables of an incomplete state dict need not fit together
             ledger = Ledger(**{name: getattr(self, name).cpu().numpy() for name in Ledger._fields})
             self.held = torch.from_numpy(ledger.held).to(self.codes.device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernels": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare_kernels()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SEPC:
-        moved = super()._apply(at_least_float32(fn), recurse)  # type: ignore[no-untyped-call]
-        self._prepare_kernels()
-        return moved
-
-
-def _after_loading(module: SEPC, _keys: Any) -> None:
-    module._derive_axes()
-    module._prepare_kernels()

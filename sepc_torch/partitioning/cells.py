@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid, column_norms
-from sepc_torch.partitioning import workers
+from sepc_torch.partitioning.processes import call, one_thread
 from sepc_torch.partitioning.ranked_distances import ranked_distances
-from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def _measure_in_blocks(
     size = -(-len(ellipsoids) // (_BLOCKS * jobs))
     blocks = (ellipsoids[start : start + size] for start in range(0, len(ellipsoids), size))
     # All calls get the same array object, which joblib then writes to shared memory once.
-    parts = joblib.Parallel(n_jobs=n_jobs)(workers.call(_measure, some, points, bounds, places) for some in blocks)
+    parts = joblib.Parallel(n_jobs=n_jobs)(call(_measure, some, points, bounds, places) for some in blocks)
     return _joined(parts)
 
 
@@ -347,16 +346,7 @@ def ellipsoid_hashes(count: int, seed: int = 0) -> Int[Array, "K"]:
 
 
 def set_keys(sizes: Int[Array, "n"], members: Int[Array, "M"], hashes: Int[Array, "K"]) -> Int[Array, "n"]:
-    """The hash of every set of ellipsoids: the sum of the numbers of its members modulo 2^64.
-
-    Args:
-        sizes: Number of members of each set.
-        members: The members, set after set.
-        hashes: One number per ellipsoid.
-
-    >>> set_keys(np.array([2, 0, 1]), np.array([0, 2, 1]), np.array([5, 6, 7])).tolist()
-    [12, 0, 6]
-    """
+    """The hash of each set of ellipsoids, listed one after another in ``members``: the sum of hashes modulo 2^64."""
     sums = np.concatenate([[0], np.cumsum(hashes[members])])
     ends = np.cumsum(sizes)
     return sums[ends] - sums[ends - sizes]
@@ -384,10 +374,6 @@ def entry_members(
 
 
 def _ranges(starts: Int[Array, "n"], sizes: Int[Array, "n"]) -> Int[Array, "m"]:
-    """The numbers from each start on, as many as its size, one range after another.
-
-    >>> _ranges(np.array([5, 0]), np.array([2, 3])).tolist()
-    [5, 6, 0, 1, 2]
-    """
+    """The numbers from each start on, as many as its size, one range after another."""
     ends = np.cumsum(sizes)
     return np.repeat(starts - ends + sizes, sizes) + np.arange(ends[-1] if len(ends) else 0)

@@ -22,7 +22,7 @@ import numpy as np
 from sepc_torch.data.arrays import feature_scale, scale_or_one
 from sepc_torch.data.labels import TrainingSet, training_set
 from sepc_torch.data.memory import PARTITION_COPIES, check_memory
-from sepc_torch.data.options import check_choice, count, float64_device, positive
+from sepc_torch.data.options import check_choice, check_count, check_jobs, check_positive, float64_device
 from sepc_torch.data.progress import Choice
 from sepc_torch.ellipsoid import DEFAULT_FLOOR, Ellipsoid, Kind, MinimumVolumeEllipsoid
 from sepc_torch.partitioning.cells import ledger
@@ -93,7 +93,7 @@ def partition(
         classes: The labels in the wanted order; by default sorted.
         device: Torch device that counts the training points in the ellipsoids, in float64. By default NumPy counts
             them in ``n_jobs`` processes. The ellipsoids are fitted on the CPU either way, because they form a chain of
-            problems that are too small for a GPU (measured by ``experiments/bench_classes.py``). The device does not
+            problems that are too small for a GPU (measured by ``experiments/speed``). The device does not
             change a bit of the ellipsoids.
 
     The result is bit-identical for every order of the rows and every number of processes. A partition that needs more
@@ -108,14 +108,15 @@ def partition(
     (['far', 'near'], array([0.333333, 0.333333]))
     """
     begun = time.perf_counter()
-    max_impure = count(max_impure, "max_impure")
-    floor = positive(floor, "floor", "standard deviations")
+    max_impure = check_count(max_impure, "max_impure")
+    floor = check_positive(floor, "floor", "standard deviations")
     check_choice("rest", rest, get_args(Rest))
     if max_isolated is not None:
-        max_isolated = count(max_isolated, "max_isolated")
+        max_isolated = check_count(max_isolated, "max_isolated")
     if max_per_class is not None:
-        max_per_class = count(max_per_class, "max_per_class", least=1)
+        max_per_class = check_count(max_per_class, "max_per_class", least=1)
     _check_solver(solver)
+    check_jobs(n_jobs)
     where = None if device is None else float64_device(device)
     data = training_set(X, y, classes)
     check_memory(

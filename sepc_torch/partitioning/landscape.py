@@ -17,8 +17,8 @@ import numpy as np
 
 from sepc_torch.data.arrays import feature_scale, numeric_points
 from sepc_torch.data.labels import label_array, training_set
-from sepc_torch.data.options import count
-from sepc_torch.data.text_table import text_table
+from sepc_torch.data.options import check_count
+from sepc_torch.data.text import text_table
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE, Ellipsoid
 from sepc_torch.partitioning.fit import partition as make_partition
 from sepc_torch.partitioning.record import Partition
@@ -217,7 +217,7 @@ def small_disjuncts(
             f"X has {points.shape[1]} features, but the partition has {partition.dim}. Pass the features of its "
             "training set."
         )
-    limit = int(partition.made["max_impure"]) if max_impure is None else count(max_impure, "max_impure")
+    limit = int(partition.made["max_impure"]) if max_impure is None else check_count(max_impure, "max_impure")
     truth = _as_objects(y, "y", len(points))
     distance = partition.distances(points)
     if predicted is None:

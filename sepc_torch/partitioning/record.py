@@ -11,7 +11,7 @@ import numpy as np
 
 from sepc_torch.data import files
 from sepc_torch.data.labels import label_codes
-from sepc_torch.data.text_table import text_table
+from sepc_torch.data.text import text_table
 from sepc_torch.ellipsoid import Ellipsoid, Kind
 from sepc_torch.partitioning.cells import Ledger
 from sepc_torch.shapes import Array, Bool, Float, Int

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sepc_torch.data.progress import Bar, Choice
-from sepc_torch.partitioning import workers
 from sepc_torch.partitioning.algorithm import Separator
 from sepc_torch.partitioning.class_separator import ClassSeparator
+from sepc_torch.partitioning.processes import call, one_thread
 from sepc_torch.partitioning.steps import Separation
-from sepc_torch.partitioning.threads import one_thread
 from sepc_torch.shapes import Array, Float, Int
 from sepc_torch.solvers.other_points import OtherPoints
 
@@ -121,7 +120,7 @@ def _calls(tasks: Sequence[Task]) -> list[Any]:
     Each field is an argument of its own, because joblib's Dask backend recognises an array that several calls share
     only among their arguments, not inside an object.
     """
-    return [workers.call(separate, type(task), *task) for task in tasks]
+    return [call(separate, type(task), *task) for task in tasks]
 
 
 def _ray_calls(tasks: Sequence[Task]) -> list[Any]:
@@ -173,11 +172,7 @@ def canonical_order(points: Float[Array, "N D"], codes: Int[Array, "N"] | None =
 
 
 def in_columns(points: Float[Array, "N D"], rows: Int[Array, "n"]) -> Float[Array, "n D"]:
-    """The given rows in Fortran order, copied in blocks: a transposed copy at once would take twice the memory.
-
-    >>> in_columns(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([1, 0])).tolist()
-    [[3.0, 4.0], [1.0, 2.0]]
-    """
+    """The given rows in Fortran order, copied in blocks: a transposed copy at once would take twice the memory."""
     copied = np.empty((len(rows), points.shape[1]), order="F")
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         copied[start : start + _ROWS_AT_ONCE] = points[rows[start : start + _ROWS_AT_ONCE]]

@@ -1,6 +1,6 @@
 """Matplotlib pictures of partitions, decisions, embeddings and metrics, each on axes (extra ``plot``)."""
 
-from sepc_torch.plot.curves import draw_drift, draw_reliability, draw_risk_coverage
+from sepc_torch.plot.curves import draw_drift, draw_reliability, draw_risk_coverage, draw_set_sizes
 from sepc_torch.plot.embeddings import draw_class_table, draw_embedding
 from sepc_torch.plot.palette import COLORS, MARKERS
 from sepc_torch.plot.partitions import draw_decisions, draw_partition, outline
@@ -15,5 +15,6 @@ __all__ = [
     "draw_partition",
     "draw_reliability",
     "draw_risk_coverage",
+    "draw_set_sizes",
     "outline",
 ]

@@ -1,4 +1,4 @@
-"""Pictures of scores: risk over coverage, reliability, and drift over time."""
+"""Pictures of scores: risk over coverage, reliability, sizes of prediction sets, and drift over time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
+from sepc_torch.head.promises.sets import PredictionSets
 from sepc_torch.metrics.calibration import ece
 from sepc_torch.metrics.curves import reliability_bins, risk_coverage
 from sepc_torch.metrics.selective import aurc
@@ -96,6 +97,32 @@ def draw_reliability(probabilities: Any, correct: Any, *, bins: int = 15, ax: Ax
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.grid(alpha=0.25)
     ax.legend(frameon=False, loc="upper left")
+    return ax
+
+
+def draw_set_sizes(found: PredictionSets, *, ax: Axes | None = None) -> Axes:
+    """Draw how many prediction sets are empty, have one class, two classes, and so on.
+
+    Args:
+        found: The sets of :meth:`sepc_torch.TrustHead.sets`.
+        ax: Axes to draw on; new axes by default.
+
+    Returns:
+        The axes.
+
+    >>> from sepc_torch.head.promises.sets import PredictionSets
+    >>> sets = PredictionSets(torch.tensor([[True, False], [True, True], [True, False]]), 0.9, False, (0, 1))
+    >>> [round(float(bar.get_height()), 2) for bar in draw_set_sizes(sets).patches]
+    [0.0, 0.67, 0.33]
+    """
+    ax = axes_or_new(ax)
+    counts = torch.bincount(found.size.cpu(), minlength=2)
+    shares = (counts.double() / counts.sum().clamp_min(1)).tolist()
+    ax.bar(range(len(shares)), shares, color=[COLORS[1], COLORS[0], *["0.6"] * (len(shares) - 2)])
+    ax.set(xlabel=f"classes in the set, coverage {found.coverage:g}", ylabel="points")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.grid(alpha=0.25, axis="y")
     return ax
 
 

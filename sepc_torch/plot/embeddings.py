@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sepc_torch.data.arrays import rank_shares
 from sepc_torch.data.labels import label_codes
 from sepc_torch.metrics.class_table import class_table
 from sepc_torch.model.plane import viewing_plane
 from sepc_torch.plot.palette import axes_or_new, class_style
-from sepc_torch.shapes import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,8 @@ _MOST_ELLIPSES = 80
 def draw_embedding(head: TrustHead, z: Any, logits: Any = None, *, legend: bool = True, ax: Axes | None = None) -> Axes:
     """Draw embeddings on the plane on which the ellipsoids of a head spread most, with the ellipsoids' shadows.
 
-    Colour and marker give the label, the size gives the strangeness; a hollow marker is not accepted. The shadow of an
-    ellipsoid is its exact projection; a point in the shadow can lie outside, in the dimensions that are left out.
+    Colour and marker give the label, the size gives the nonconformity; a hollow marker is not accepted. The shadow of
+    an ellipsoid is its exact projection; a point in the shadow can lie outside, in the dimensions that are left out.
 
     Args:
         head: A trust head; before its calibration all markers are filled and of one size.
@@ -46,7 +46,7 @@ def draw_embedding(head: TrustHead, z: Any, logits: Any = None, *, legend: bool 
     calibrated = head.calibration is not None and head.calibration.done
     label = out.network_label.numpy()
     accept = out.accept.numpy() if calibrated else np.ones(len(label), dtype=bool)
-    size = 8 + 50 * _ranks(out.strangeness.numpy()) ** 3 if calibrated else np.full(len(label), 18.0)
+    size = 8 + 50 * rank_shares(out.nonconformity.numpy()) ** 3 if calibrated else np.full(len(label), 18.0)
     training = head.sepc.held.cpu().sum(dim=1).numpy()
     shadows = plane.shadows(head.sepc.bank)
     circle = np.stack([np.cos(t := np.linspace(0.0, 2.0 * np.pi, 120)), np.sin(t)])
@@ -104,12 +104,6 @@ def draw_class_table(head: TrustHead, z: Any, y: Any = None, logits: Any = None,
     table.auto_set_font_size(False)
     table.set_fontsize(9)
     return ax
-
-
-def _ranks(values: Array) -> Array:
-    """Share of the other values that are smaller; NaN is the largest."""
-    filled = np.nan_to_num(values, nan=np.inf, posinf=np.inf)
-    return np.searchsorted(np.sort(filled), filled) / max(len(filled) - 1, 1)
 
 
 def _share(part: int, whole: int) -> str:

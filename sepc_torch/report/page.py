@@ -18,10 +18,29 @@ from markupsafe import Markup
 
 from sepc_torch.head.reasons import Reason
 from sepc_torch.report import svg
-from sepc_torch.report.record import Record
+from sepc_torch.report.record import Record, State
 from sepc_torch.report.rows import take, text_of
-from sepc_torch.report.sentences import number, percent
-from sepc_torch.report.thumbnails import thumbnail
+from sepc_torch.report.samples import thumbnail
+from sepc_torch.report.sentences import between, figure, number, percent
+
+# What stands on the badge of each state of a promise.
+_BADGES: dict[State, str] = {
+    "kept": "✓ promise kept",
+    "open": "? promise open",
+    "broken": "✗ promise broken",
+    "does not apply": "! promise does not apply",
+    "not checked": "promise not checked",
+    "no promise": "no promise",
+}
+# What the decisions and reasons mean.
+_WORDS = {
+    "accepted": "Use the label.",
+    "novel": "The row is unlike the calibration points: perhaps of a new kind.",
+    "disagrees": "The training points around the row have another label than the network gives.",
+    "ambiguous": "The row is of a known kind, but its score is below the threshold.",
+    "no prediction": "The row or its logits hold values that cannot be used.",
+    "no promise": "No threshold keeps the wanted risk, so that the head accepts nothing.",
+}
 
 
 class Media(NamedTuple):
@@ -68,6 +87,9 @@ def render(record: Record, numbers: dict[str, Any], media: Media) -> str:
             reliability_chart=svg.reliability_chart(record.reliability) if record.reliability else None,
             map_chart=svg.map_chart(record.map, record.class_names, record.ids, samples, reasons),
             kinds=kinds,
+            labels=sorted({sample.label for sample in record.samples}),
+            badges=_BADGES,
+            words=_WORDS,
             legend=_legend(record),
         )
     )
@@ -85,12 +107,18 @@ def _environment() -> Environment:
         loader=PackageLoader("sepc_torch.report", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_unbroken,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(percent=percent, number=number)
-    environment.globals.update(meter=svg.meter, swatch=svg.swatch)
+    environment.filters.update(percent=percent, number=number, figure=figure)
+    environment.globals.update(between=between, meter=svg.meter, swatch=svg.swatch)
     return environment
+
+
+def _unbroken(value: Any) -> Any:
+    """What is shown of a value: a number stays on one line with its percent sign."""
+    return value.replace(" %", "\xa0%") if type(value) is str else value
 
 
 @cache

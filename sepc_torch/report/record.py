@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sepc_torch.metrics.class_table import ClassRow
 
-# Digits of a number in JSON: more than any page shows, and half the length of a float64.
-_DIGITS = 6
+# What a report says about the promise of a head.
+State = Literal["kept", "open", "broken", "does not apply", "not checked", "no promise"]
+
+
+class PromiseState(NamedTuple):
+    """Whether the promise of the head holds on the rows.
+
+    Attributes:
+        state: ``"kept"``: the promised number is not exceeded. ``"open"``: it is exceeded, and chance explains that.
+            ``"broken"``: chance does not. ``"does not apply"``: the rows are not drawn like the calibration points, or
+            the head has changed since. ``"not checked"``: no labels were given or accepted. ``"no promise"``: there is
+            none.
+        sentence: The state in words.
+        next_step: What to do now.
+    """
+
+    state: State
+    sentence: str
+    next_step: str
 
 
 class Totals(NamedTuple):
@@ -87,6 +103,21 @@ class Diagram(NamedTuple):
     size: list[int]
 
 
+class Confusion(NamedTuple):
+    """Accepted labels by true class, with a column for refused rows.
+
+    Attributes:
+        codes: Class indices of the columns, and of the rows; a last row -1 holds rows of unknown classes, if any.
+        counts: For each row, the numbers of accepted labels of each column, of accepted labels of classes that have no
+            column, and of refused rows.
+        left_out: Number of classes without a row and a column.
+    """
+
+    codes: list[int]
+    counts: list[list[int]]
+    left_out: int
+
+
 class MapSection(NamedTuple):
     """Sampled rows on the plane of the head, and the ellipses that the ellipsoids project to.
 
@@ -139,6 +170,48 @@ class Region(NamedTuple):
     examples: list[int]
 
 
+class ColumnShift(NamedTuple):
+    """How far the values of a column moved from the training rows to the rows of the report.
+
+    Attributes:
+        name: The column, or what is counted: "age is missing".
+        category: The category whose share changed most; None for a column of numbers.
+        training, here: The means of a column of numbers, the shares of ``category`` otherwise.
+        training_deviation, here_deviation: The standard deviations of a column of numbers; None otherwise.
+        shift: Least share of the rows whose value would have to change to make the distributions equal.
+        p_value: Probability of at least this shift by chance, if the rows are drawn like the training rows.
+        differs: Whether chance explains the shift with less than 1 % for all columns together.
+    """
+
+    name: str
+    category: str | None
+    training: float
+    here: float
+    training_deviation: float | None
+    here_deviation: float | None
+    shift: float
+    p_value: float
+    differs: bool
+
+
+class ColumnDrift(NamedTuple):
+    """The columns that moved most, the numbers of rows compared, and of columns that differ and that are left out."""
+
+    columns: list[ColumnShift]
+    training_rows: int
+    rows: int
+    differ: int
+    left_out: int
+
+
+class Value(NamedTuple):
+    """A value of a row: its column, its text, and what is usual among training rows of the label, or an empty text."""
+
+    name: str
+    text: str
+    usual: str
+
+
 class Nearest(NamedTuple):
     """Identifiers of the nearest training examples of a class, the nearest first."""
 
@@ -155,9 +228,10 @@ class Sample(NamedTuple):
         label: Class index of the assessed label; -1 without a label.
         own: Class index of the head's own label; -1 without a label.
         truth: The true class in words; None if no true label is known.
-        joint, confidence, p_value, strangeness, trust: Fields of the prediction; ``trust`` is the network label's.
+        joint, confidence, p_value, nonconformity, trust: Fields of the prediction; ``trust`` is the network label's.
         softmax: Largest softmax; None without logits.
         why: The decision in words.
+        values: Values of columns, those first that differ most from training rows of the label.
         nearest: The nearest training examples of the label and of its alternative; empty if the head keeps none.
     """
 
@@ -169,47 +243,72 @@ class Sample(NamedTuple):
     joint: float
     confidence: float
     p_value: float
-    strangeness: float
+    nonconformity: float
     trust: float
     softmax: float | None
     why: str
+    values: list[Value]
     nearest: list[Nearest]
 
 
+class MovedGroup(NamedTuple):
+    """Rows near each other that moved.
+
+    Attributes:
+        region: Number of the nearest ellipsoid.
+        code: Index of its class.
+        size: Number of rows.
+        ids: Names of the first rows, the most central one first.
+        rows: Their row numbers, if they are rows of this report.
+        nearest: Identifiers of the nearest training examples of the most central row.
+        columns: The columns of a table that moved most, in words.
+    """
+
+    region: int
+    code: int
+    size: int
+    ids: list[str]
+    rows: list[int]
+    nearest: list[str]
+    columns: list[str]
+
+
+class MovedSection(NamedTuple):
+    """Rows around an alarm: how many the monitor kept, how many of them moved, columns in words, and groups."""
+
+    kept: int
+    moved: int
+    columns: list[str]
+    groups: list[MovedGroup]
+
+
 class Record(NamedTuple):
-    """All numbers of a report, in the order of the page."""
+    """All numbers of a report, in the order of the page.
+
+    ``intervals`` holds exact 95 % intervals of the shares of ``totals``, by name.
+    """
 
     title: str
+    model: str | None
+    data: str | None
+    date: str
     earlier: list[tuple[str, str]]
-    written: str
+    promise: PromiseState
     verdict: list[str]
     promised_risk: float | None
     totals: Totals
+    intervals: dict[str, tuple[float, float]]
     risk: RiskSection | None
     reliability: list[Diagram]
     class_names: list[str]
     classes: list[ClassRow]
     classes_left_out: int
+    confusion: Confusion | None
+    columns: ColumnDrift | None
     map: MapSection
     regions: list[Region]
     samples: list[Sample]
     ids: dict[int, str]
     made: list[tuple[str, str]]
     drift: dict[str, Any] | None
-
-
-def to_json(value: Any) -> Any:
-    """A record as dictionaries, lists and numbers that JSON can hold: NaN and infinity become None.
-
-    >>> to_json(Curve("ours", [0.5], [float("nan")], 1 / 3))
-    {'name': 'ours', 'coverage': [0.5], 'risk': [None], 'aurc': 0.333333}
-    """
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: to_json(item) for name, item in value._asdict().items()}
-    if isinstance(value, dict):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
-    return value
+    moved: MovedSection | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.data.labels import label_codes
-from sepc_torch.data.text_table import printable
+from sepc_torch.data.text import printable
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.reasons import refusal_reason
 from sepc_torch.head.trust_head import TrustHead
@@ -72,6 +72,7 @@ def judged_rows(
     class_names: Any = None,
     unknown: Any = None,
     groups: Any = None,
+    layers: Mapping[str, Any] | None = None,
 ) -> Rows:
     """Assess rows with a calibrated head and check what was given with them; see ``write_report``."""
     if head.calibration is None or not head.calibration.done:
@@ -84,7 +85,7 @@ def judged_rows(
             "The head was calibrated without logits, so it cannot assess the network's labels. Calibrate with logits, "
             "or leave out logits to report on the head's own labels."
         )
-    out = head.judge(z, logits, groups)
+    out = head.judge(z, logits, groups, layers=layers)
     n = len(out.label)
     if n == 0:
         raise ValueError("There are no rows to report on; pass at least one.")
@@ -103,7 +104,7 @@ def judged_rows(
         out=out,
         label=label,
         accept=out.accept.numpy(),
-        reason=refusal_reason(out).numpy(),
+        reason=refusal_reason(out, head.promise).numpy(),
         truth=truth,
         right=None if truth is None else (label == truth) & (truth >= 0),
         softmax=None if logits is None else _largest_softmax(logits),
@@ -113,18 +114,38 @@ def judged_rows(
 
 
 def take(values: Any, rows: Int[Array, "n"]) -> Any:
-    """Rows of an array, a tensor, a table or a list, in that form.
+    """Rows of an array, a tensor, a table, a mapping to columns or a list, in that form.
 
     >>> take(["a", "b", "c"], np.array([2, 0]))
     ['c', 'a']
     """
     if hasattr(values, "iloc"):
         return values.iloc[rows]
+    if hasattr(values, "to_pydict"):  # an Arrow table
+        return values.take(rows)
+    if isinstance(values, Mapping):
+        return {name: take(column, rows) for name, column in values.items()}
     if isinstance(values, Tensor):
         return values[torch.from_numpy(rows).to(values.device)]
     if isinstance(values, np.ndarray):
         return values[rows]
     return [values[int(row)] for row in rows]
+
+
+def is_table(values: Any) -> bool:
+    """Whether values have named columns: a DataFrame, an Arrow table or a mapping to columns."""
+    return isinstance(values, Mapping) or hasattr(values, "columns")
+
+
+def columns_of(table: Any, rows: Int[Array, "n"]) -> dict[str, list[Any]]:
+    """The cells of some rows of a table, by column.
+
+    >>> columns_of({"age": np.array([30, 40, 50]), "pet": ["cat", "dog", "cow"]}, np.array([2, 0]))
+    {'age': [50, 30], 'pet': ['cow', 'cat']}
+    """
+    some = take(table, rows)
+    found = some.to_pydict() if hasattr(some, "to_pydict") else {name: some[name] for name in some}
+    return {str(name): _as_list(cells) for name, cells in found.items()}
 
 
 def shortened(value: object, length: int = _NAME_LENGTH) -> str:
@@ -151,8 +172,11 @@ def row_ids(ids: Any, rows: Int[Array, "n"]) -> dict[int, str]:
 
 
 def check_length(values: Any, name: str, n: int) -> None:
-    """Raise an error unless there is one value for each row."""
-    if values is not None and len(values) != n:
+    """Raise an error unless there is one value for each row, in every column of a mapping."""
+    if isinstance(values, Mapping):
+        for column, cells in values.items():
+            check_length(cells, f"values of the column {str(column)!r} of {name}", n)
+    elif values is not None and len(values) != n:
         raise ValueError(f"Got {n} embeddings and {len(values)} {name}; pass one for each row.")
 
 

@@ -18,6 +18,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 24.0, 14.0, 46.0
 _MAP_WIDTH, _MAP_HEIGHT, _MAP_EDGE = 960.0, 560.0, 18.0
 # Bins with fewer labels are drawn pale and without a line: their interval spans half the diagram.
 _FEW = 10
+# Coverage from which on a risk curve decides how high its chart is.
+_FIRST = 0.05
 # Classes with a colour and shape of their own: 8 colours that are readable with every common colour blindness, times 3
 # shapes. Further classes are grey.
 STYLED_CLASSES = 24
@@ -65,16 +67,18 @@ class Frame(NamedTuple):
 
 def risk_chart(section: RiskSection, chosen: tuple[float, float] | None, promised: float | None) -> Markup:
     """Selective risk over coverage, the chosen point (coverage, risk) and the promised risk as a line."""
-    highest = max([max(curve.risk) for curve in section.curves] + [promised or 0.0, 0.005])
+    # The risk of the first few labels says little, and can be 1.
+    risks = [r for curve in section.curves for c, r in zip(curve.coverage, curve.risk, strict=True) if c >= _FIRST]
+    highest = max([*risks, promised or 0.0, 0.005])
     ticks = _ticks(highest)
     frame = Frame(1.0, max(ticks[-1], highest * 1.02))
     parts = [frame.axes([0.0, 0.25, 0.5, 0.75, 1.0], ticks, "coverage: accepted share", "wrong among accepted")]
     if promised is not None:
         y = frame.y(promised)
         parts.append(f'<line class="promise" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="note" x="{_LEFT + 6}" y="{y - 6:.1f}">promised: at most {percent(promised)}</text>')
     for i, curve in reversed(list(enumerate(section.curves))):
-        parts.append(f'<polyline class="curve s{i}" points="{frame.path(curve.coverage, curve.risk)}"/>')
+        line = frame.path(curve.coverage, np.minimum(curve.risk, frame.top))
+        parts.append(f'<polyline class="curve s{i}" points="{line}"/>')
     if chosen is not None:
         x, y = frame.x(chosen[0]), frame.y(min(chosen[1], frame.top))
         parts.append(f'<line class="drop" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{_HEIGHT - _BOTTOM}"/>')

@@ -44,7 +44,7 @@ class TrustHeadDetector:
 
     def predict_features(self, x: Float[Tensor, "B D"]) -> Float[Tensor, "B"]:
         """Outlier scores of embeddings."""
-        return self.head(x.to(self.head.sepc.codes.device)).strangeness
+        return self.head(x.to(self.head.sepc.codes.device)).nonconformity
 
     @torch.no_grad()
     def predict(self, x: Any) -> Float[Tensor, "B"]:

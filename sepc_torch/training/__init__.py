@@ -4,7 +4,7 @@ Nothing here needs a training framework. The Lightning callback is in :mod:`sepc
 """
 
 from sepc_torch.training.annotation_files import read_answers, write_questions
-from sepc_torch.training.flagging import confirmed_disjuncts
+from sepc_torch.training.flags import confirmed_disjuncts
 from sepc_torch.training.pool import LabelPool
 from sepc_torch.training.query import Candidates, choose
 from sepc_torch.training.selection import select

@@ -13,7 +13,8 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from torch import Tensor
 
 from sepc_torch.data import files
 from sepc_torch.data.arrays import refuse_duplicates
-from sepc_torch.data.csv_cells import unescape_cell
-from sepc_torch.data.text_table import printable
+from sepc_torch.data.text import printable, unescape_cell
 from sepc_torch.training.trust_table import TrustTable, write_records
 
 # Whole numbers, also in the form 3.0. No exponents: a spreadsheet that shows 1.2E+05 has rounded the number.
@@ -92,13 +92,8 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
         raise ValueError(f"{source} is not UTF-8 ({error}). Save it as UTF-8, in Excel as 'CSV UTF-8'.") from error
     try:
         if kind == "csv":
-            # splitlines() would also split at characters inside the text, such as U+2028.
-            reader = csv.DictReader(io.StringIO(text, newline=""))
-            if reader.fieldnames is None:
-                raise ValueError(f"{source} is empty; expected a header with id and answer, as in write_questions.")
-            refuse_duplicates(filter(None, reader.fieldnames), source)
-            _check_fields(reader.fieldnames, source)
-            pairs = [_pair({**row, "answer": unescape_cell(row["answer"])}, source) for row in reader]
+            rows = _csv_rows(text, source)
+            pairs = [_pair({**row, "answer": unescape_cell(row["answer"])}, source) for row in rows]
         elif kind == "jsonl":
             pairs = [_pair(json.loads(line), source) for line in text.split("\n") if line.strip()]
         else:
@@ -110,7 +105,7 @@ def read_answers(path: str | os.PathLike[str], classes: Sequence[Any] | None = N
         raise ValueError(f"{source} is not valid JSON ({error}).") from error
     except csv.Error as error:
         raise ValueError(f"{source} is not valid CSV ({error}).") from error
-    names = None if classes is None else [str(label) for label in classes]
+    names = None if classes is None else _class_names(classes)
     found: dict[int, int] = {}
     for name, answer in pairs:
         if _is_unanswered(answer, names):
@@ -145,9 +140,18 @@ def _context(context: Callable[[Any], Mapping[str, Any]] | None, row: Mapping[st
     return shown
 
 
+def _class_names(classes: Sequence[Any]) -> list[str]:
+    """The classes as text; raise ValueError if two have one name."""
+    names = [str(label) for label in classes]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise ValueError(f"classes holds the name {twice[0]!r} more than once; give each class a name of its own.")
+    return names
+
+
 def _class_name(label: Any, classes: Sequence[Any]) -> Any:
     """Name of a class, from its code; names and None are returned unchanged."""
-    names = [str(name) for name in classes]
+    names = _class_names(classes)
     if label is None or (isinstance(label, str) and label in names):
         return label
     try:
@@ -206,6 +210,23 @@ def _check_fields(fields: Collection[Any], source: str) -> None:
         raise ValueError(f"{source} lacks {' and '.join(missing)}; its columns are {_listed(fields)}.")
 
 
+def _csv_rows(text: str, source: str) -> Iterator[dict[str, Any]]:
+    """Rows of a CSV file by column; a row of another length is refused, because its cells would shift."""
+    reader = csv.reader(io.StringIO(text, newline=""))  # splitlines() would also split at characters such as U+2028
+    header = next(reader, None)
+    if header is None:
+        raise ValueError(f"{source} is empty; expected a header with id and answer, as in write_questions.")
+    refuse_duplicates(filter(None, header), source)
+    _check_fields(header, source)
+    for row in filter(None, reader):
+        if len(row) != len(header):
+            raise ValueError(
+                f"{source}, line {reader.line_num}: the row has {len(row)} fields, expected {len(header)}. Put text "
+                "that holds a comma in double quotes."
+            )
+        yield dict(zip(header, row, strict=True))
+
+
 def _pair(row: Any, source: str) -> tuple[int, Any]:
     """Id and answer of a row."""
     if not isinstance(row, Mapping):
@@ -215,12 +236,12 @@ def _pair(row: Any, source: str) -> tuple[int, Any]:
 
 
 def _annotated(task: Any, source: str) -> tuple[int, Any]:
-    """Id and last finished annotation of a task exported by Label Studio (JSON, not JSON-MIN)."""
+    """Id and answer of a task exported by Label Studio (JSON, not JSON-MIN); all finished annotations must agree."""
     data = _entry(task, "data", Mapping, {}, source)
     if "id" not in data:
         raise ValueError(_export_error(source, "a task lacks data.id"))
     name = _id(data["id"], source)
-    answer = None
+    answers: list[Any] = []
     for annotation in _entry(task, "annotations", list, [], source):
         if isinstance(annotation, Mapping) and annotation.get("was_cancelled"):
             continue
@@ -231,8 +252,12 @@ def _annotated(task: Any, source: str) -> tuple[int, Any]:
                 f"{source} answers id {name} with {len(choices)} choices, {_listed(choices)}; expected one. Correct "
                 "the annotation, and let annotators select a single choice."
             )
-        answer = choices[0] if choices else answer
-    return name, answer
+        answers += [choice for choice in choices if choice not in answers]
+    if len(answers) > 1:
+        raise ValueError(
+            f"{source} answers id {name} with {_listed(answers)} in different annotations. Keep one annotation."
+        )
+    return name, answers[0] if answers else None
 
 
 def _entry(owner: Any, name: str, kind: type, default: Any, source: str) -> Any:

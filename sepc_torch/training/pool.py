@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -15,22 +17,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sepc_torch.data import files
 from sepc_torch.data.options import check_choice
-from sepc_torch.shapes import Int
-from sepc_torch.training.pool_files import read_state, write_state
+from sepc_torch.shapes import Array, Int
 
+# The values of a sample without a label, by the name of their array.
+_EMPTY = {"round": -1, "answered": False, "answers": 0, "ignored": False}
+# Samples that share a checksum.
+_BLOCK = 256
 # Keys of a state.
-_STATE = ("round", "answered", "answers", "ignored", "rounds")
+_STATE = (*_EMPTY, "rounds")
 
 
 class View(Dataset[Any]):
-    """Subset of a data set, given by ids; annotated samples carry the annotator's label instead of their own.
-
-    Args:
-        dataset: The data set.
-        ids: Indices into ``dataset``.
-        answer: From an id and its sample to the sample with the annotator's label.
-    """
+    """Subset of a data set, given by ids; ``answer`` gives samples the annotator's label instead of their own."""
 
     def __init__(self, dataset: Any, ids: Int[Tensor, "n"], answer: Callable[[int, Any], Any] | None = None) -> None:
         self.dataset = dataset
@@ -175,7 +175,7 @@ class LabelPool:
         if twice:
             raise ValueError(f"The ids {twice[:5]} are labelled already; answer() accepts repeated answers.")
         if y is not None:
-            answers = _integers(y, "y")
+            answers = _labels(y, "y")
             if len(answers) != len(chosen):
                 raise ValueError(
                     f"There are {len(chosen)} ids and {len(answers)} labels in y; expected one label per id."
@@ -195,7 +195,7 @@ class LabelPool:
         :meth:`correct`.
         """
         ids = self._checked(list(answers))
-        given = dict(zip(ids.tolist(), _integers(list(answers.values()), "The answers").tolist(), strict=True))
+        given = dict(zip(ids.tolist(), _labels(list(answers.values()), "The answers").tolist(), strict=True))
         fresh = [i for i in given if self._round[i] < 0]
         before = {i: self._label_of(i) for i in given if self._round[i] >= 0}
         changed = [i for i, label in before.items() if label != given[i]]
@@ -211,7 +211,7 @@ class LabelPool:
 
     def correct(self, ids: Any, y: Any) -> None:
         """Change the labels of labelled samples."""
-        chosen, answers = self._checked(ids), _integers(y, "y")
+        chosen, answers = self._checked(ids), _labels(y, "y")
         if len(answers) != len(chosen):
             raise ValueError(f"There are {len(chosen)} ids and {len(answers)} labels in y; expected one label per id.")
         unlabelled = chosen[self._round[chosen] < 0].tolist()
@@ -272,13 +272,7 @@ class LabelPool:
 
     def state_dict(self) -> dict[str, Tensor]:
         """State of the record, as tensors only."""
-        return {
-            "round": self._round.clone(),
-            "answered": self._answered.clone(),
-            "answers": self._answers.clone(),
-            "ignored": self._ignored.clone(),
-            "rounds": torch.tensor(self._rounds),
-        }
+        return {name: getattr(self, f"_{name}").clone() for name in _EMPTY} | {"rounds": torch.tensor(self._rounds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the record by a state."""
@@ -311,7 +305,7 @@ class LabelPool:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record (not the data) to a safetensors file, atomically."""
-        write_state(path, self.state_dict())
+        _write_state(path, self.state_dict())
 
     def restore(self, path: str | os.PathLike[str], *, damaged: Literal["raise", "skip"] = "raise") -> None:
         """Replace the record by that of a file written by :meth:`save`.
@@ -322,7 +316,7 @@ class LabelPool:
                 saved. ``"skip"`` restores the labels of all undamaged blocks of 256 samples, and warns.
         """
         check_choice("damaged", damaged, ("raise", "skip"))
-        self.load_state_dict(read_state(path, skip_damaged=damaged == "skip"))
+        self.load_state_dict(_read_state(path, skip_damaged=damaged == "skip"))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = [name for name in _STATE if name not in state]
@@ -368,6 +362,14 @@ def _integers(values: Any, name: str) -> Int[Tensor, "n"]:
     return found.to(torch.int64).cpu()
 
 
+def _labels(values: Any, name: str) -> Int[Tensor, "n"]:
+    """Convert labels to a one-dimensional int64 tensor; raise ValueError for negative ones."""
+    found = _integers(values, name)
+    if (found < 0).any():
+        raise ValueError(f"{name} must hold labels from 0; got {int(found.min())}. Use ignore() for undecided samples.")
+    return found
+
+
 def _code(label: Any) -> int | None:
     """A label as an integer, or None. 1.0, True and tensors of one integral entry are accepted."""
     if isinstance(label, (Tensor, np.ndarray, np.generic)):
@@ -388,3 +390,47 @@ def _kind(value: Any) -> str:
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     return f"a {type(value).__name__}"
+
+
+def _write_state(path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
+    """Write the state of a pool to a safetensors file, atomically, with a checksum for every block of samples."""
+    arrays = {name: value.numpy() for name, value in state.items()}
+    files.write(path, "label_pool", {**arrays, "block_checksums": _block_checksums(arrays)}, {})
+
+
+def _read_state(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> dict[str, Tensor]:
+    """Read the state of a pool; with ``skip_damaged`` a damaged file gives its undamaged blocks, with a warning."""
+    try:
+        arrays, _ = files.read(path, "label_pool")
+    except files.FileFormatError as error:
+        arrays, lost = _undamaged(path, error)
+        kept = int((arrays["round"] >= 0).sum())
+        found = f"{kept} labels lie in undamaged blocks; {lost} of {len(arrays['round'])} samples do not"
+        if not skip_damaged:
+            remedy = f"{found}. Restore a copy, or keep these labels with restore(path, damaged='skip')."
+            raise files.FileFormatError(path, error.problem, remedy) from error
+        warnings.warn(f"{os.fspath(path)!r} is damaged: {error.problem}. {found} and lose theirs.", stacklevel=3)
+    return {name: torch.from_numpy(arrays[name]) for name in _STATE}
+
+
+def _block_checksums(arrays: Mapping[str, Array]) -> Int[Array, "B"]:
+    """CRC-32 of the values of every block of samples."""
+    rows = [arrays[name] for name in _EMPTY]
+    starts = range(0, len(arrays["round"]), _BLOCK)
+    found = [zlib.crc32(b"".join(row[start : start + _BLOCK].tobytes() for row in rows)) for start in starts]
+    return np.array(found, dtype=np.int64)
+
+
+def _undamaged(path: str | os.PathLike[str], error: files.FileFormatError) -> tuple[dict[str, Array], int]:
+    """The arrays of a damaged file without its damaged blocks, and the number of samples in these blocks."""
+    try:
+        arrays, _ = files.read(path, "label_pool", damaged=True)
+    except files.FileFormatError:
+        raise error from None  # not even the sizes can be read
+    stored, found = arrays.get("block_checksums"), _block_checksums(arrays)
+    if stored is None or stored.shape != found.shape:
+        raise error
+    intact = np.repeat(stored == found, _BLOCK)[: len(arrays["round"])]
+    kept = {name: np.where(intact, arrays[name], value).astype(arrays[name].dtype) for name, value in _EMPTY.items()}
+    kept["rounds"] = np.array(int(kept["round"].max(initial=-1)) + 1)
+    return kept, int((~intact).sum())

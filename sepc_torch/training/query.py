@@ -1,7 +1,7 @@
 r"""Query selection for active learning: ambiguous samples spread over the embedding space, and a few novel ones.
 
 Two simpler queries do not gain on random selection: the lowest trust first, which picks outliers, and, on frozen
-features, the farthest first (``experiments/active_learning.py``). A good query takes samples between classes and avoids
+features, the farthest first (``experiments/labels``). A good query takes samples between classes and avoids
 near-duplicates: the candidates are clustered, and each cluster gives its most ambiguous sample. The most ambiguous
 sample of all is therefore always chosen, as margin sampling would.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from scipy.stats import false_discovery_control
 from torch import Tensor
 
-from sepc_torch.data.options import count
-from sepc_torch.head.conformal import check_share, upper_bound
-from sepc_torch.model.rules import Rule
+from sepc_torch.data.options import check_count
+from sepc_torch.head.promises.conformal import check_share, upper_bound
 from sepc_torch.shapes import Bool, Float, Int
-from sepc_torch.training.assessment import Rows, judged_of
-from sepc_torch.training.flagging import Criteria, Judged
+from sepc_torch.training.flags import Rows, is_novel
 from sepc_torch.training.selection import Method, select
 
 # How the ambiguous samples of a query are spread, see :func:`select`.
@@ -48,27 +47,32 @@ class Candidates(NamedTuple):
     emb: Float[Tensor, "B D"]
 
     @classmethod
-    def of(
-        cls,
-        judged: Judged,
-        emb: Float[Tensor, "B D"],
-        logits: Float[Tensor, "B C"] | None = None,
-        novel_distance: float = Criteria.novel_distance,
-        p_value: Float[Tensor, "B"] | None = None,
-    ) -> Candidates:
-        """Build candidates from a head's predictions and, if given, the network's logits.
+    def of(cls, rows: Rows) -> Candidates:
+        """Build candidates from the columns of :func:`~sepc_torch.training.flags.assess` and the embeddings ``emb``.
 
         The head defines novelty: by the p-values of a calibrated head (:func:`discoveries`), otherwise by the distance
-        to its ellipsoids. Ambiguity comes from the margin of the network's probabilities if logits are given, otherwise
-        from the head: the head uses the labelled samples only, while the network also carries its pretraining.
+        to its ellipsoids. Ambiguity comes from the margin of the network's probabilities if the rows hold its
+        ``logits``, otherwise from the head: the head uses the labelled samples only, while the network also carries
+        its pretraining.
+
+        >>> from sepc_torch.head.trust_head import TrustHead
+        >>> from sepc_torch.training.flags import assess
+        >>> head = TrustHead.fit([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1], dim=1, normalize=None)
+        >>> z = torch.tensor([[0.5], [3.1], [5.5]])
+        >>> logits = torch.tensor([[4.0, 0.0], [0.1, 0.0], [0.0, 4.0]])
+        >>> choose(Candidates.of({**assess(head, z, logits), "emb": z, "logits": logits}), k=1)
+        tensor([1])
         """
-        ambiguity = head_ambiguity(judged.margin) if logits is None else posterior_ambiguity(logits.softmax(dim=1))
-        valid = judged.label >= 0
-        if p_value is None:
-            novel = (judged.rule == int(Rule.OUTSIDE)) & (judged.distance > novel_distance)
+        if "logits" in rows:
+            ambiguity = posterior_ambiguity(rows["logits"].softmax(dim=1))
         else:
-            novel = discoveries(torch.where(valid, p_value.double(), 1.0))
-        return cls(torch.where(valid, ambiguity.double(), 0.0), novel & valid, emb)
+            ambiguity = head_ambiguity(rows["margin"])
+        valid = rows["label"] >= 0
+        if "p_value" in rows:
+            novel = discoveries(torch.where(valid, rows["p_value"].double(), 1.0)) & valid
+        else:
+            novel = is_novel(rows)
+        return cls(torch.where(valid, ambiguity.double(), 0.0), novel, rows["emb"])
 
 
 class Stop(NamedTuple):
@@ -121,10 +125,9 @@ def discoveries(p_value: Float[Tensor, "B"], level: float = FALSE_NOVELTY) -> Bo
     >>> discoveries(torch.tensor([0.001, 0.5, 0.02, 0.9]))
     tensor([ True, False,  True, False])
     """
-    ordered = p_value.sort().values
-    ranks = torch.arange(1, len(ordered) + 1, dtype=ordered.dtype)
-    passing = (ordered <= level * ranks / max(len(ordered), 1)).nonzero()
-    return p_value <= ordered[passing[-1]] if len(passing) else torch.zeros_like(p_value, dtype=torch.bool)
+    if not len(p_value):
+        return torch.zeros(0, dtype=torch.bool)
+    return torch.from_numpy(false_discovery_control(p_value.double().numpy())) <= level
 
 
 def posterior_ambiguity(probability: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
@@ -146,40 +149,6 @@ def head_ambiguity(margin: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     tensor([1.0000, 0.5000, 0.0000])
     """
     return (2.0 / (1.0 + margin)).clamp_max(1.0)
-
-
-def propose(
-    rows: Rows,
-    k: int,
-    labelled_emb: Float[Tensor, "M D"] | None = None,
-    *,
-    novel_distance: float = Criteria.novel_distance,
-    method: Method = METHOD,
-    beta: float = BETA,
-    novel_share: float = NOVEL_SHARE,
-) -> Int[Tensor, "n"]:
-    """Choose k of the samples that a head has assessed; the query of ``TrustMonitor.query``.
-
-    Args:
-        rows: The columns of :func:`~sepc_torch.training.assessment.assess`, the embeddings ``emb`` and, if there are
-            any, the network's ``logits``.
-        k: Number of samples to choose.
-        labelled_emb: Embeddings of the labelled samples.
-        novel_distance: Distance from which on a sample is novel, if the head is not calibrated.
-        method: See :func:`choose`, as for ``beta`` and ``novel_share``.
-        beta: Candidates per chosen sample.
-        novel_share: Fraction of the query for novel samples.
-
-    >>> from sepc_torch.head.trust_head import TrustHead
-    >>> from sepc_torch.training.assessment import assess
-    >>> head = TrustHead.fit([[0.0], [1.0], [5.0], [6.0]], [0, 0, 1, 1], dim=1, normalize=None)
-    >>> z = torch.tensor([[0.5], [3.1], [5.5]])
-    >>> logits = torch.tensor([[4.0, 0.0], [0.1, 0.0], [0.0, 4.0]])
-    >>> propose({**assess(head, z, logits), "emb": z, "logits": logits}, k=1)
-    tensor([1])
-    """
-    found = Candidates.of(judged_of(rows), rows["emb"], rows.get("logits"), novel_distance, rows.get("p_value"))
-    return choose(found, k, labelled_emb, method=method, beta=beta, novel_share=novel_share)
 
 
 def choose(
@@ -209,7 +178,7 @@ def choose(
     >>> choose(few, 2, beta=1.5, novel_share=0.0).tolist(), choose(few, 2, novel_share=0.5).tolist()
     ([0, 2], [3, 0])
     """
-    k = count(k, "k", least=1)
+    k = check_count(k, "k", least=1)
     if not 0.0 <= novel_share <= 1.0:
         raise ValueError(f"novel_share must lie between 0 and 1; got {novel_share}.")
     # A sample whose embedding is not finite is neither ambiguous nor novel: it is chosen last.

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
+from sepc_torch.data.options import check_count
 from sepc_torch.shapes import Float, Int
 
 Method = Literal["clusters", "kcenter", "kmeans", "topk", "kmeans++", "gumbel"]
@@ -63,7 +63,7 @@ def select(
             "score holds +inf; expected finite scores, or -inf for samples to select last. Give the samples to select "
             "first the largest finite score."
         )
-    k = min(count(k, "k", least=1), len(score))
+    k = min(check_count(k, "k", least=1), len(score))
     order = score.argsort(descending=True, stable=True)
     if method == "topk" or k == 0:
         return order[:k]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data import files
-from sepc_torch.data.csv_cells import escape_cell, quoting
-from sepc_torch.data.text_table import printable, text_table
+from sepc_torch.data.text import escape_cell, printable, quoting, text_table, to_json
 from sepc_torch.head.reasons import Reason
 from sepc_torch.model.rules import Rule
 from sepc_torch.shapes import Bool, Int
@@ -39,7 +37,7 @@ class TrustTable:
             ``confidence``, ``p_value``. ``label``, ``rule`` and ``reason`` hold codes.
         classes: The class labels, indexed by the codes in ``label``.
 
-    >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 3])}
+    >>> columns = {"trust": torch.tensor([0.9, 0.4]), "label": torch.tensor([1, 0]), "reason": torch.tensor([-1, 4])}
     >>> table = TrustTable.of([7, 8], columns, classes=["cat", "dog"])
     >>> print(table)
     id   trust  label  reason
@@ -124,17 +122,13 @@ class TrustTable:
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write one JSON object per line, atomically. NaN and infinity become null."""
-        lines = [json.dumps({name: _finite(value) for name, value in row.items()}) + "\n" for row in self.rows()]
+        lines = [json.dumps(to_json(row)) + "\n" for row in self.rows()]
         with files.replacing(Path(path)) as temporary:
             temporary.write_text("".join(lines), encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_records(path: str | os.PathLike[str], records: Sequence[Mapping[str, Any]], header: Sequence[str]) -> None:
-    """Write dictionaries as a CSV file for spreadsheets (:mod:`sepc_torch.data.csv_cells`), atomically."""
+    """Write dictionaries as a CSV file for spreadsheets, atomically; text that looks like a formula is escaped."""
     rows = [[escape_cell(name) for name in header]]
     rows += [[escape_cell(record.get(name, "")) for name in header] for record in records]
     with (

@@ -1,4 +1,4 @@
-"""Kernel of the calibrated values of labels: the operator of :mod:`sepc_torch.head.assess`.
+"""Kernel of the calibrated values of labels: the operator of :mod:`sepc_torch.head.calibration.assess`.
 
 A program takes a block of rows. Sorted calibration scores are searched by bisection. All arithmetic is in float64;
 constants come in tensors, since the compiler may take the numbers of a kernel's source for float32.
@@ -12,9 +12,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sepc_torch.head.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
-from sepc_torch.head.evidence import DISTANCE_STEP, LOG_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
-from sepc_torch.head.strangeness import SCORE_RESOLUTION, TAIL_FRACTION
+from sepc_torch.head.calibration.calibration_tables import MAX_LOGIT, RESOLUTION, CalibrationTables
+from sepc_torch.head.calibration.combined_score import BULK_END, SCORE_RESOLUTION
+from sepc_torch.head.evidence.evidence import DISTANCE_STEP, LOG_STEP, MAX_LOG_RATIO, MAX_SOFTMAX, ODDS_STEP, ROUNDING
 from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit, on_device
 from sepc_torch.shapes import Bool, Float, Int
 
@@ -22,7 +22,7 @@ from sepc_torch.shapes import Bool, Float, Int
 _FEW_ROWS, _MANY_ROWS, _MANY = 1, 128, 2**13
 # Bits that a step of a search finds with few rows: fewer steps, of more loads. With many rows bisection is faster.
 _FAN = 5
-_NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(TAIL_FRACTION),
+_NUMBERS = (MAX_LOGIT, MAX_SOFTMAX, MAX_LOG_RATIO, SCORE_RESOLUTION, RESOLUTION, -math.log(BULK_END),
             torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max, ROUNDING, ODDS_STEP,
             LOG_STEP, DISTANCE_STEP)  # fmt: skip
 
@@ -119,7 +119,7 @@ def _below(table, count, x, live, bits: tl.constexpr, fan: tl.constexpr):
 
 @jit
 def _log_survival(table, constants, x, live, resolution, deepest, count, steps: tl.constexpr, fan: tl.constexpr):
-    """The function of :func:`sepc_torch.head.strangeness.log_survival`."""
+    """The function of :func:`sepc_torch.head.calibration.combined_score.log_survival`."""
     start, excess = tl.load(constants), tl.load(constants + 1)
     scale, share = tl.load(constants + 2), tl.load(constants + 3)
     finite = (x == x) & (tl.abs(x) < float("inf"))
@@ -167,7 +167,7 @@ def _assess(
     temperature, confidence, ranking, weights, tails, ordered, combined, held, by_class, class_counts, unknown_odds,
     numbers, columns, accept,
     points, classes, most, held_count, class_width, logit_stride, least_stride,
-    has_near: tl.constexpr, has_mahalanobis: tl.constexpr, has_logits: tl.constexpr, has_energy: tl.constexpr,
+    has_near: tl.constexpr, has_logits: tl.constexpr, layers: tl.constexpr,
     kind_count: tl.constexpr, steps: tl.constexpr, held_steps: tl.constexpr, class_steps: tl.constexpr,
     fan: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
@@ -208,15 +208,16 @@ def _assess(
         )
         softmax = tl.where(given_odds == given_odds, _asinh(given_odds), 0.0)
         softmax = tl.minimum(tl.maximum(softmax, -most_softmax), most_softmax)
+    for layer in range(layers):
+        x = tl.load(mahalanobis + layer * points + row, mask=live, other=0.0)
+        bad = bad | (x != x)
     refused = bad | (given < 0)
 
-    # The kinds of evidence.Evidence.kinds, in this order; those that are not there take any number.
-    whitened, gaussian = regions, regions
+    # The kinds of evidence.Evidence.kinds, in this order, and the energy; those that are not there take any number.
+    whitened = regions
     if has_near:
         whitened = tl.load(white + row, mask=live, other=0.0).to(tl.float64)
         whitened = _distance_on_grid(tl.where(whitened < rounding, 0.0, whitened), distance_step)
-    if has_mahalanobis:
-        gaussian = _distance_on_grid(tl.load(mahalanobis + row, mask=live, other=0.0), distance_step)
     energy = _log_on_grid(-energy, log_step)
     score = regions * 0.0
     score = tl.where(score == score, score, 0.0)
@@ -226,15 +227,18 @@ def _assess(
         x = -densest
         if has_near:
             x = tl.where(j == 1, nearest, tl.where(j == 2, whitened, x))
-        if has_mahalanobis:
-            x = tl.where(j == 1 + 2 * has_near, gaussian, x)
+        layer = j - 1 - 2 * has_near
+        if (layer >= 0) & (layer < layers):
+            x = _distance_on_grid(tl.load(mahalanobis + layer * points + row, mask=live, other=0.0), distance_step)
         x = tl.where(refused, float("nan"), x)
-        if has_energy:
+        if has_logits:
             x = tl.where(j == kind_count - 1, energy, x)
         surprise = -_log_survival(ordered + j * most, tails + 4 * j, x, live, score_unit, deepest, most, steps, fan)
         score += tl.load(weights + j) * tl.minimum(surprise, end)
-        beyond += tl.maximum(surprise - end, 0.0)
-    score += beyond
+        excess = tl.maximum(surprise - end, 0.0)
+        excess = excess * excess / (1.0 + excess)
+        beyond += excess * excess
+    score += tl.sqrt(beyond)
     typicality = _log_survival(combined, tails + 4 * kind_count, score, live, score_unit, deepest, most, steps, fan)
     lower = score - unit * (1.0 + tl.abs(score))
     below = _below(held + above_zero(lower), held_count, lower, live, held_steps, fan)
@@ -246,7 +250,7 @@ def _assess(
     known = 1.0 / (1.0 + tl.exp(tl.log(tl.load(unknown_odds)) - typicality))
     ranked = _logistic(softmax, regions, neighbours, ranking, has_logits, has_near)
     joint = ranked * known
-    sure = _logistic(softmax, regions, neighbours, confidence, has_logits, has_near)
+    sure = tl.maximum(_logistic(softmax, regions, neighbours, confidence, has_logits, has_near), joint)
     tl.store(columns + row, tl.where(refused, 0.0, sure), mask=live)
     tl.store(columns + points + row, p_value, mask=live)
     tl.store(columns + 2 * points + row, tl.where(refused & ~bad, float("nan"), p_class), mask=live)
@@ -264,14 +268,14 @@ def assess_on_cuda(
     density: Float[Tensor, "B C"],
     near: list[Tensor],
     white: list[Tensor],
-    mahalanobis: list[Tensor],
+    mahalanobis: Float[Tensor, "L1 B"],
     logits: list[Tensor],
     label: Int[Tensor, "B"],
     invalid: Bool[Tensor, "B"],
     least: Float[Tensor, "*B"],
     tables: CalibrationTables,
 ) -> tuple[Float[Tensor, "5 B"], Bool[Tensor, "B"]]:
-    """The operator of :mod:`sepc_torch.head.assess`."""
+    """The operator of :mod:`sepc_torch.head.calibration.assess`."""
     points, classes = density.shape
     columns = torch.empty(5, points, dtype=torch.float64, device=density.device)
     accept = torch.empty(points, dtype=torch.bool, device=density.device)
@@ -286,10 +290,9 @@ def assess_on_cuda(
     density = density.double().contiguous()
     distances = near[0].contiguous() if near else density
     whitened = white[0].contiguous() if white else density
-    gaussian = mahalanobis[0].double().contiguous() if mahalanobis else density
+    gaussian = mahalanobis.double().contiguous()
     scores = logits[0].contiguous() if logits else density
     kind_count, most = tables.ordered.shape
-    given_kinds = 1 + 2 * len(near) + len(mahalanobis)
     rows = _FEW_ROWS if points < _MANY else _MANY_ROWS
     least_stride = 1 if least.dim() else 0
     with on_device(density):
@@ -303,7 +306,7 @@ def assess_on_cuda(
              *floats, class_counts, unknown_odds, _numbers[density.device], columns, accept,
              points, classes, most, tables.held.shape[0], tables.by_class.shape[1], scores.stride(0),
              least_stride),
-            (bool(near), bool(mahalanobis), bool(logits), bool(logits) and kind_count > given_kinds, kind_count,
+            (bool(near), bool(logits), len(gaussian), kind_count,
              most.bit_length(), tables.held.shape[0].bit_length(), tables.by_class.shape[1].bit_length(),
              _FAN if rows == _FEW_ROWS else 1, rows),
             num_warps=1 if rows == _FEW_ROWS else 4,

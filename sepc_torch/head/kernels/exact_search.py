@@ -13,7 +13,7 @@ from sepc_torch.model.kernels.launch import jit
 
 @jit
 def _as_half(x):
-    """The function :func:`sepc_torch.head.neighbours.as_half`: to the nearest, ties to even."""
+    """The function :func:`sepc_torch.head.evidence.neighbours.as_half`: to the nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
     large = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

@@ -26,22 +26,24 @@ def _largest(
     most = tl.full([rows], float("-inf"), tl.float64)
     found = tl.zeros([rows], tl.int32)
     undefined = tl.zeros([rows], tl.int32)
-    infinite = tl.zeros([rows], tl.int32)
+    equals = tl.zeros([rows], tl.int32)
     for begin in range(0, classes, lanes):
         c = begin + lane
         there = live[:, None] & (c < classes)[None, :]
         spot = row[:, None].to(tl.int64) * row_stride + c[None, :].to(tl.int64) * column_stride
         x = tl.load(logits + spot, mask=there, other=float("-inf")).to(tl.float64)
         undefined += tl.sum((x != x).to(tl.int32), axis=1)
-        infinite += tl.sum((x == float("inf")).to(tl.int32), axis=1)
         x = tl.where(x == x, x, float("-inf"))
         largest = tl.max(x, axis=1)
-        # The first of equal logits.
-        first = tl.min(tl.where(x == largest[:, None], c[None, :], classes), axis=1)
+        same = x == largest[:, None]
+        # The first of equal logits, and their number.
+        first = tl.min(tl.where(same, c[None, :], classes), axis=1)
         found = tl.where(largest > most, first, found)
+        number = tl.sum(same.to(tl.int32), axis=1)
+        equals = tl.where(largest > most, number, tl.where(largest == most, equals + number, equals))
         most = tl.maximum(most, largest)
     tl.store(label + row, found.to(tl.int64), mask=live)
-    gone = (undefined > 0) | (infinite > 1) | (most == float("-inf"))
+    gone = (undefined > 0) | (equals > 1) | (most == float("-inf"))
     tl.store(missing + row, gone, mask=live)
 
 

@@ -1,4 +1,4 @@
-"""Scores of embeddings and logits together: NNGuide, fDBD and SIRC; a higher score means more trust."""
+"""Scores of embeddings and logits together: NNGuide, SHE and SIRC; a higher score means more trust."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
-from sepc_torch.metrics.baselines.shared import ENTRIES, unit
+from sepc_torch.data.options import check_count
+from sepc_torch.metrics.baselines.shared import ENTRIES, class_means, training, unit
 from sepc_torch.metrics.baselines.softmax import energy
-from sepc_torch.shapes import Float
+from sepc_torch.shapes import Float, Int
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class NNGuide:
     def fit(cls, z: Float[Tensor, "N D"], logits: Float[Tensor, "N C"], *, k: int = 10) -> NNGuide:
         """Store the directions of the training embeddings, times the energy of their logits; k is capped at N."""
         bank = unit(z.detach().double()) * energy(logits).unsqueeze(1)
-        return cls(bank, min(count(k, "k", least=1), len(bank)))
+        return cls(bank, min(check_count(k, "k", least=1), len(bank)))
 
     def score(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
         """The energy of the logits times the guidance of the neighbours."""
@@ -44,36 +44,30 @@ class NNGuide:
 
 
 @dataclass(frozen=True, eq=False)
-class FDBD:
-    r"""Distance to the decision boundaries (fDBD, Liu and Qin 2024), relative to the distance from the training mean.
+class SHE:
+    r"""Simplified Hopfield energy (SHE, Zhang et al. 2023), :math:`z^\top s_p`.
 
-    .. math:: \frac{1}{\|z - \mu\|} \, \frac{1}{C - 1} \sum_{c \ne p} \frac{|l_p - l_c|}{\|w_p - w_c\|}
+    p is the predicted class. The pattern :math:`s_c` is the mean of the training embeddings of class c that the network
+    labels correctly; of all embeddings of the class if it labels none correctly.
 
-    p is the predicted class and w_c the weights of the last layer.
-
-    >>> found = FDBD.fit(torch.zeros(1, 2), torch.eye(2))
-    >>> found.score(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 4.0]])).round(decimals=4)
-    tensor([0.1414], dtype=torch.float64)
+    >>> z, logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), torch.eye(2)[[0, 0, 1]]
+    >>> SHE.fit(z, torch.tensor([0, 0, 1]), logits).score(torch.tensor([[1.0, 1.0]]), logits[:1])
+    tensor([2.], dtype=torch.float64)
     """
 
-    mean: Float[Tensor, "D"]
-    apart: Float[Tensor, "C C"]
+    patterns: Float[Tensor, "C D"]
 
     @classmethod
-    def fit(cls, z: Float[Tensor, "N D"], weight: Float[Tensor, "C D"]) -> FDBD:
-        """Compute the mean of the training embeddings and the distances between the weights of the classes."""
-        weight = weight.detach().double()
-        return cls(z.detach().double().mean(dim=0), (weight.unsqueeze(1) - weight).norm(dim=2))
+    def fit(cls, z: Float[Tensor, "N D"], y: Int[Tensor, "N"], logits: Float[Tensor, "N C"]) -> SHE:
+        """Store a pattern for every class."""
+        points, labels, classes = training(z, y)
+        right = logits.argmax(dim=1) == labels
+        used = right | (torch.bincount(labels[right], minlength=classes)[labels] == 0)
+        return cls(class_means(points[used], labels[used], classes))
 
     def score(self, z: Float[Tensor, "B D"], logits: Float[Tensor, "B C"]) -> Float[Tensor, "B"]:
-        """Mean distance to the boundaries between the predicted class and the others."""
-        logits = logits.detach().double()
-        best, predicted = logits.max(dim=1, keepdim=True)
-        # The boundary of the predicted class with itself counts zero: its logit difference is zero.
-        tiny = torch.finfo(torch.float64).tiny
-        boundaries = ((best - logits) / self.apart[predicted.squeeze(1)].clamp_min(tiny)).sum(dim=1)
-        away = (z.detach().double() - self.mean).norm(dim=1).clamp_min(tiny)
-        return boundaries / max(1, logits.shape[1] - 1) / away
+        """Inner product with the pattern of the predicted class."""
+        return (z.detach().double() * self.patterns[logits.argmax(dim=1)]).sum(dim=1)
 
 
 @dataclass(frozen=True, eq=False)

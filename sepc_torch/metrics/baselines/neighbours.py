@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sepc_torch.data.options import count
+from sepc_torch.data.options import check_count
 from sepc_torch.metrics.baselines.shared import neighbour_distance, other_over_own, training, unit
 from sepc_torch.shapes import Float, Int
 
@@ -30,7 +30,7 @@ class NearestNeighbours:
     def fit(cls, z: Float[Tensor, "N D"], y: Int[Tensor, "N"], *, k: int | None = None) -> NearestNeighbours:
         """Store the training embeddings; the default ``k`` is N / 1000, and ``k`` is capped at N."""
         points, _, _ = training(z, y)
-        k = max(1, round(len(points) / 1000)) if k is None else count(k, "k", least=1)
+        k = max(1, round(len(points) / 1000)) if k is None else check_count(k, "k", least=1)
         return cls(unit(points), min(k, len(points)))
 
     def score(self, z: Float[Tensor, "B D"], predicted: Int[Tensor, "B"] | None = None) -> Float[Tensor, "B"]:
@@ -70,9 +70,9 @@ class TrustScore:
         for c in range(classes) if alpha > 0 else ():
             own = points[labels == c]
             # The point itself counts as its first neighbour, as in the authors' code.
-            radius = neighbour_distance(own, own, min(count(k, "k", least=1), len(own)))
+            radius = neighbour_distance(own, own, min(check_count(k, "k", least=1), len(own)))
             kept[labels == c] = radius <= radius.quantile(1.0 - alpha)
-        return cls(points[kept], labels[kept], count(neighbour, "neighbour", least=1))
+        return cls(points[kept], labels[kept], check_count(neighbour, "neighbour", least=1))
 
     def distances(self, z: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Distance to every class; to its farthest point if the class has fewer than ``neighbour`` points."""

@@ -109,7 +109,7 @@ class CountShape(NamedTuple):
     warps: int
 
 
-# The shapes below were the fastest on an H200 (experiments/bench_gpu.py). Large batches use one thread per row. Smaller
+# The shapes below were the fastest on an H200 (experiments/speed). Large batches use one thread per row. Smaller
 # batches would leave the chip idle, so several threads share a row.
 _MANY_ROWS, _MANY_ROWS_OF_MANY = 2**13, 2**15  # with up to 128 ellipsoids, and with more
 

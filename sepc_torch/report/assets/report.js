@@ -28,14 +28,21 @@
     });
   }
 
-  // Samples: filter by kind and words, sort, and show a page at a time.
+  // Samples: filter by kind, label and words, sort, show a page at a time, choose, and save as CSV.
   const PAGE = 24;
   const list = document.getElementById("list");
   const cards = list ? [...list.children] : [];
-  let kind = "", limit = PAGE;
+  const control = (id) => document.getElementById(id);
+  const chosen = new Set();
+  let kind = "", limit = PAGE, found = [];
+  const say = () => {
+    control("save").hidden = !chosen.size && !found.length;
+    control("chosen").textContent = chosen.size ? chosen.size + " chosen" : found.length + " found; choose some to save only these";
+  };
   const show = () => {
-    const words = document.getElementById("find").value.trim().toLowerCase();
-    const order = document.getElementById("sort").value;
+    const words = control("find") ? control("find").value.trim().toLowerCase() : "";
+    const label = control("label") ? control("label").value : "";
+    const order = control("sort") ? control("sort").value : "order";
     const sign = order.startsWith("-") ? -1 : 1, key = order.replace("-", "");
     const number = (card) => {
       const value = Number(card.dataset[key]);
@@ -43,16 +50,45 @@
     };
     cards.sort((a, b) => sign * (number(a) - number(b)) || a.dataset.order - b.dataset.order);
     list.append(...cards);
-    let found = 0;
-    for (const card of cards) {
-      const wanted = (!kind || card.dataset.kind === kind) && (!words || card.textContent.toLowerCase().includes(words));
-      if (wanted) found += 1;
-      card.hidden = !wanted || found > limit;
-    }
-    document.getElementById("shown").textContent = Math.min(found, limit) + " of " + found + " shown";
-    document.getElementById("more").hidden = found <= limit;
+    found = cards.filter((card) => (!kind || card.dataset.kind === kind) && (!label || card.dataset.label === label)
+      && (!words || card.textContent.toLowerCase().includes(words)));
+    const shown = new Set(found.slice(0, limit));
+    for (const card of cards) card.hidden = !shown.has(card);
+    control("shown").textContent = shown.size + " of " + found.length + " shown";
+    control("more").hidden = found.length <= limit;
+    say();
+  };
+  // A spreadsheet runs text that begins like a formula; an apostrophe prevents it.
+  const FORMULA = /^'*[=+\-@\t\r\n\0\uff1d\uff0b\uff0d\uff20]/, NUMERAL = /^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$/;
+  const cell = (value) => {
+    let text = value === null || value === undefined ? "" : String(value);
+    if (typeof value !== "number" && FORMULA.test(text) && !NUMERAL.test(text)) text = "'" + text;
+    return /[",\r\n]/.test(text) ? '"' + text.replaceAll('"', '""') + '"' : text;
+  };
+  const table = (wanted) => {
+    const rows = numbers.samples.filter((sample) => wanted.has(sample.row));
+    const columns = [...new Set(rows.flatMap((sample) => sample.values.map((value) => value.name)))];
+    const name = (code) => code < 0 ? null : numbers.class_names[code];
+    const head = ["row", "id", "kind", "label", "head_label", "true_label", "score", "confidence", "p_value", "trust", "softmax"];
+    const lines = rows.map((sample) => [
+      sample.row, numbers.ids[sample.row], sample.kind, name(sample.label), name(sample.own), sample.truth, sample.joint,
+      sample.confidence, sample.p_value, sample.trust, sample.softmax,
+      ...columns.map((column) => (sample.values.find((value) => value.name === column) || {}).text)]);
+    return [[...head, ...columns], ...lines].map((line) => line.map(cell).join(",") + "\r\n").join("");
   };
   if (list) {
+    for (const card of cards) {
+      const pick = document.createElement("label"), box = document.createElement("input");
+      box.type = "checkbox";
+      pick.className = "pick";
+      pick.append(box, "choose");
+      box.addEventListener("change", () => {
+        const row = Number(card.dataset.row);
+        if (box.checked) chosen.add(row); else chosen.delete(row);
+        say();
+      });
+      card.querySelector(".body").prepend(pick);
+    }
     for (const button of document.querySelectorAll("button[data-kind]")) {
       button.addEventListener("click", () => {
         kind = button.dataset.kind;
@@ -61,9 +97,16 @@
         show();
       });
     }
-    document.getElementById("sort").addEventListener("change", show);
-    document.getElementById("find").addEventListener("input", () => { limit = PAGE; show(); });
-    document.getElementById("more").addEventListener("click", () => { limit += 2 * PAGE; show(); });
+    for (const id of ["sort", "label"]) if (control(id)) control(id).addEventListener("change", () => { limit = PAGE; show(); });
+    if (control("find")) control("find").addEventListener("input", () => { limit = PAGE; show(); });
+    control("more").addEventListener("click", () => { limit += 2 * PAGE; show(); });
+    control("save").addEventListener("click", () => {
+      const wanted = chosen.size ? chosen : new Set(found.map((card) => Number(card.dataset.row)));
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([table(wanted)], { type: "text/csv" }));
+      link.download = "rows.csv";
+      link.click();
+    });
     show();
   }
 

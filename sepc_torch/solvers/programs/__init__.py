@@ -8,6 +8,14 @@ the check fails.
 
 from __future__ import annotations
 
+try:
+    import cvxpy  # noqa: F401 - the modules below need it; here a missing one is explained
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "The paper's programs need cvxpy: pip install 'sepc_torch[cvxpy]'. solver='native' needs no such package.",
+        name=error.name,
+    ) from error
+
 from sepc_torch.solvers.programs.intersection import distance_to_ellipsoid, ellipsoids_intersect, intersection_ellipsoid
 from sepc_torch.solvers.programs.minimum_volume import minimum_volume_ellipsoid
 from sepc_torch.solvers.programs.reduced_hull import reduced_hull_points

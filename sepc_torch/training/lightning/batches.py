@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from sepc_torch.shapes import Int
+from sepc_torch.training.flags import Rows
 from sepc_torch.training.lightning.settings import MisconfigurationException
 
 Ids = list[int] | list[str]
@@ -57,8 +59,8 @@ def batch_labels(batch: Any, labels: Callable[[Any], Any] | None) -> Int[Tensor,
             return None
         if not _are_labels(found):
             raise MisconfigurationException(
-                f"labels= must return a tensor (batch,) of integers, or None; got {_kind(found)}. Convert it, for "
-                "instance with .long()."
+                f"labels= must return a tensor (batch,) of integers, or None; got {_kind(found)}. "
+                + _conversion(found, "batch['label']")
             )
         return found.detach().to("cpu", torch.int64)
     found = _second(batch)
@@ -70,7 +72,20 @@ def labels_found(batch: Any, labels: Callable[[Any], Any] | None) -> str:
     found = None if labels is not None else _second(batch)
     if found is None:
         return "found none. Specify them: TrustMonitor(..., labels=lambda batch: batch['label'])."
-    return f"found {_kind(found)}. Convert them: TrustMonitor(..., labels=lambda batch: batch[1].long())."
+    return f"found {_kind(found)}. {_conversion(found, 'batch[1]')}"
+
+
+def _conversion(found: Any, name: str) -> str:
+    """Sentence that says how to make labels of a value, which is called ``name``."""
+    if isinstance(found, Tensor) and found.ndim > 1:
+        return (
+            "Labels are one class per sample. For one-hot labels pass "
+            f"TrustMonitor(..., labels=lambda batch: {name}.argmax(dim=1)); for several labels per sample pass one "
+            "monitor for each of them, here for the first: "
+            f"TrustMonitor(..., labels=lambda batch: {name}[:, 0].long(), "
+            "logits=lambda module, batch: module(batch[0])[:, [0]], prefix='trust_0')."
+        )
+    return f"Convert them: TrustMonitor(..., labels=lambda batch: {name}.long())."
 
 
 def _second(batch: Any) -> Any:
@@ -131,21 +146,20 @@ def loader_list(loaders: Any) -> list[Any]:
     return [] if loaders is None else [loaders]
 
 
-def positions_of(loader: Any) -> Sequence[Sequence[int]]:
-    """Data-set positions of the samples in every batch of a loader with a fixed order.
+def positions_of(loader: Any) -> Callable[[int], Sequence[int]]:
+    """From a batch of a loader with a fixed order to the data-set positions of its samples.
 
     Raises an error if the order cannot be read without consuming the loader's sampler.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    seen = getattr(sampler, "seen_batch_indices", None)
-    if seen is not None:  # Lightning's sampler for prediction; iterating over it would reset its record
-        return _RecordedBatches(sampler)
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if hasattr(sampler, "seen_batch_indices"):  # Lightning's, for prediction; iterating over it would reset its record
+        return lambda batch: sampler.seen_batch_indices[batch]
     inner = getattr(sampler, "sampler", None)
     repeatable = type(inner) is SequentialSampler or (
         type(inner) is DistributedSampler and inner.dataset is getattr(loader, "dataset", None) and not inner.shuffle
     )
     if isinstance(loader, DataLoader) and type(sampler) is BatchSampler and repeatable:
-        return list(sampler)
+        return list(sampler).__getitem__
     what = (
         "an iterable data set"
         if isinstance(getattr(loader, "dataset", None), IterableDataset)
@@ -157,22 +171,7 @@ def positions_of(loader: Any) -> Sequence[Sequence[int]]:
     )
 
 
-class _RecordedBatches(Sequence[Sequence[int]]):
-    """Positions of the batches that Lightning has recorded so far."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler.seen_batch_indices)
-
-    def __getitem__(self, batch: Any) -> Any:
-        return self._sampler.seen_batch_indices[batch]
-
-
 T = TypeVar("T")
-
-Rows = dict[str, Tensor]
 
 # Relative difference up to which two distances count as equal: rounding in bfloat16, which has 8 significant bits,
 # accumulates over the layers of a network.
@@ -184,32 +183,18 @@ class RankZeroError(RuntimeError):
 
 
 def gather_rows(trainer: Any, rows: Mapping[str, Tensor]) -> Rows:
-    """Concatenate the rows of all processes; the number of rows may differ between processes and may be zero.
-
-    ``all_gather`` aborts or hangs on tensors of different length, so columns are padded before it and trimmed after it.
-    """
+    """Concatenate the rows of all processes; the number of rows may differ between processes and may be zero."""
     if trainer.world_size == 1:
         return dict(rows)
-    device = trainer.strategy.root_device
-    mine = {name: (column.dtype, column.shape[1:]) for name, column in rows.items()}, _length(rows)
+    empty = not rows or len(next(iter(rows.values()))) == 0
     everyone: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(everyone, mine)
-    sizes = [size for _, size in everyone]
-    kinds = {name: kind for columns, size in everyone if size for name, kind in columns.items()}
+    dist.all_gather_object(everyone, {} if empty else {name: column[:0].cpu() for name, column in rows.items()})
+    columns = {name: column for each in everyone for name, column in each.items()}
     gathered: Rows = {}
-    for name in sorted(kinds):  # all processes must call the collectives in one order
-        dtype, shape = kinds[name]
-        padded = torch.zeros((max(sizes), *shape), dtype=dtype, device=device)
-        if _length(rows):
-            padded[: _length(rows)] = rows[name].to(device)
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-        gathered[name] = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).cpu()
+    for name in sorted(columns):  # all processes must call the collectives in one order
+        mine = (columns if empty else rows)[name].to(trainer.strategy.root_device)
+        gathered[name] = torch.cat(gather_all_tensors(mine)).cpu()
     return gathered
-
-
-def _length(rows: Mapping[str, Tensor]) -> int:
-    return len(next(iter(rows.values()))) if rows else 0
 
 
 def gather_text(trainer: Any, names: list[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.head.network import Places, channels_first, submodule
+from sepc_torch.head.reading.layers import layer_rows
 from sepc_torch.shapes import Float
-from sepc_torch.training.lightning.settings import MisconfigurationException, check_picklable
+from sepc_torch.training.lightning.settings import MisconfigurationException, check_picklable, configuring
 
 Source = str | Callable[[Any, Any], Tensor]
 
-# Number of submodule names in an error message.
-_LISTED = 20
+# The source of embeddings that stands for the input of the module's last linear layer.
+AUTO = "auto"
 
 
 class ActivePass:
@@ -30,11 +31,7 @@ class Capture:
 
     A forward hook must be registered before the module first runs: on a compiled module, a later hook is not called for
     every batch. So the hook stays for the whole run, and its captured values are cleared before and after every batch.
-
-    Args:
-        source: Name of a submodule, or a function (module, batch) -> tensor.
-        argument: Name of the argument of ``TrustMonitor`` that gave ``source``, for error messages.
-        owner: Prefix of the monitor.
+    ``argument`` names the argument of ``TrustMonitor`` that gave ``source``, and ``owner`` is the monitor's prefix.
     """
 
     required = True
@@ -58,15 +55,23 @@ class Capture:
         """Whether the source is a submodule with a forward hook."""
         return isinstance(self.source, str)
 
-    def attach(self, module: nn.Module) -> None:
-        """Register the forward hook, unless it is registered already."""
-        if isinstance(self.source, str) and self._handle is None:
-            # The hook is minimal because torch.compile traces it.
-            self._handle = find_submodule(module, self.source, self.argument).register_forward_hook(
-                lambda _module, _inputs, output: (
-                    self._seen.append(output) if ActivePass.owner in (None, self.owner) else None
-                )
+    def attach(self, module: nn.Module, places: Places | None) -> None:
+        """Register the forward hook, unless it is registered already; ``places`` are those of the module."""
+        if not isinstance(self.source, str) or self._handle is not None:
+            return
+        if self.source == AUTO:
+            assert places is not None
+            name, of_input = places.last, True
+        else:
+            name, of_input = self.source, False
+        with configuring():
+            found = submodule(module, name, self.argument)
+        # The hook is minimal because torch.compile traces it.
+        self._handle = found.register_forward_hook(
+            lambda _module, inputs, output: (
+                self._seen.append(inputs[0] if of_input else output) if ActivePass.owner in (None, self.owner) else None
             )
+        )
 
     def detach(self) -> None:
         """Remove the forward hook."""
@@ -105,39 +110,38 @@ class Capture:
                 f"{self.argument}={self.source!r} returned {counts} rows for a batch of {rows}; expected one row per "
                 f"sample. Pass {self.argument} a function (module, batch) -> tensor."
             )
+        if self.source == AUTO:
+            seen = [layer_rows(channels_first(value), "embedding") for value in seen]
         check_widths(self, {value.shape[1:].numel() for value in seen})
         return plain_matrix(seen)
 
 
 class LogitsFinder:
-    """Finds the network's logits: the output of the module's forward, or of the layer after the embedding layer.
+    """Finds the network's logits: the output of the module's forward, or of the last linear layer in it.
 
-    Hooks watch the modules that contain the embedding layer, the outermost first, and the layer that follows each of
-    them. Logits are a floating-point output (B, C) with C the number of classes, or (B,) and (B, 1) for two classes.
-    The first module that gives logits is used. A module that does not run in a stage is dropped.
-
-    Args:
-        embed: Source of the embeddings.
-        owner: Prefix of the monitor.
+    Hooks watch the modules that contain the last linear layer, the outermost first, and this layer. Logits are a
+    floating-point output (B, C) with C the number of classes, or (B,) and (B, 1) for two classes. The first module that
+    gives logits is used. A module that does not run in a stage is dropped.
     """
 
     required = False
     is_hook = True
     argument = "logits"
 
-    def __init__(self, embed: Source, owner: str) -> None:
-        self.embed = embed
+    def __init__(self, owner: str) -> None:
         self.owner = owner
         self.classes = 0
+        self.looked = False  # whether any batch was searched for logits
         self._warned = False
         self._names: list[str] | None = None
         self._captures: dict[str, Capture] = {}
+        self._layers: list[tuple[str, int]] = []  # name and outputs of each linear layer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LogitsFinder, (self.embed, self.owner)
+        return LogitsFinder, (self.owner,)
 
     def __deepcopy__(self, _memo: Any) -> LogitsFinder:
-        return LogitsFinder(self.embed, self.owner)
+        return LogitsFinder(self.owner)
 
     @property
     def source(self) -> str | None:
@@ -148,16 +152,27 @@ class LogitsFinder:
     def finding(self) -> str:
         """Sentence that says where the logits come from."""
         if self.source is None:
-            return "no logits were found, so the head's own labels are judged. Name them: logits='classifier'."
+            return f"no logits were found, so the head's own labels are judged. {self._remedy}"
         return f"the network's logits are the output of {shown_name(self.source)}; logits= decides otherwise."
 
-    def attach(self, module: nn.Module) -> None:
-        """Register the forward hooks, unless they are registered already."""
+    @property
+    def _remedy(self) -> str:
+        """Sentence that says how to name the logits: by the last linear layer with an output for each class."""
+        widths = (self.classes, 1) if self.classes == 2 else (self.classes,)
+        fitting = [name for name, outputs in self._layers if outputs in widths]
+        if fitting:
+            return f"Name a submodule that runs in every step, logits={fitting[-1]!r}, or pass logits=False."
+        return "Pass logits=lambda module, batch: ..., a function to (B, C), or logits=False."
+
+    def attach(self, module: nn.Module, places: Places | None) -> None:
+        """Register the forward hooks, unless they are registered already; without ``places`` only on the module."""
         if not self._captures:
-            names = logits_candidates(module, self.embed)
+            parts = module.named_modules()
+            self._layers = [(name, part.out_features) for name, part in parts if isinstance(part, nn.Linear)]
+            names = [""] if places is None else logits_candidates(places)
             self._captures = {name: Capture(name, "logits", self.owner) for name in names}
         for capture in self._captures.values():
-            capture.attach(module)
+            capture.attach(module, places)
 
     def detach(self) -> None:
         """Remove the forward hooks."""
@@ -171,6 +186,7 @@ class LogitsFinder:
 
     def read(self, module: Any, batch: Any, rows: int) -> Float[Tensor, "B C"] | None:
         """Logits of the current batch in float32 or float64, never as an inference tensor; None if none are found."""
+        self.looked = True
         names = list(self._captures) if self._names is None else self._names
         found = {name: logits for name in names if (logits := self._logits(name, rows)) is not None}
         self.clear()
@@ -180,8 +196,7 @@ class LogitsFinder:
             self._warned = True
             warnings.warn(
                 f"The network's logits were the output of {shown_name(self._names[0])} before, but this step gives "
-                "none, so the head's own labels are judged. Name a submodule that runs in every step: "
-                "TrustMonitor(..., logits='classifier'), or pass logits=False.",
+                f"none, so the head's own labels are judged. {self._remedy}",
                 stacklevel=2,
             )
         return next(iter(found.values()), None)
@@ -204,23 +219,16 @@ def shown_name(name: str) -> str:
     return f"the submodule {name!r}" if name else "the module's forward"
 
 
-def logits_candidates(module: nn.Module, embed: Source) -> list[str]:
+def logits_candidates(places: Places) -> list[str]:
     """Names of the modules whose output may be the logits, in order of preference.
 
-    >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 8), nn.Tanh()), nn.Linear(8, 3))
-    >>> logits_candidates(net, "0.0"), logits_candidates(net, "0")
-    (['', '0', '1', '0.1'], ['', '1'])
+    >>> logits_candidates(Places("net.2.fc")), logits_candidates(Places("fc", normalised=True))
+    (['', 'net', 'net.2', 'net.2.fc'], ['fc'])
     """
-    if not isinstance(embed, str):
-        return [""]
-    parts = embed.split(".") if embed else []
-    around = [".".join(parts[:depth]) for depth in range(len(parts))]
-    after = []
-    for depth, parent in enumerate(around):
-        names = [name for name, _ in module.get_submodule(parent).named_children()]
-        if parts[depth] in names[:-1]:
-            after.append(".".join([*parts[:depth], names[names.index(parts[depth]) + 1]]))
-    return [*around, *after]
+    if places.normalised:  # the modules around give probabilities
+        return [places.last]
+    parts = places.last.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def plain_matrix(values: list[Tensor]) -> Float[Tensor, "B D"]:
@@ -250,18 +258,3 @@ def read_all(captures: Captures, module: Any, batch: Any, rows: int) -> dict[str
     order = sorted(captures, key=lambda name: not captures[name].is_hook)
     found = {name: captures[name].read(module, batch, rows) for name in order}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def find_submodule(module: nn.Module, name: str, argument: str) -> nn.Module:
-    """The submodule of a name, or an error that lists the existing ones."""
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        names = [known for known, _ in module.named_modules() if known]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        more = ", ..." if len(names) > _LISTED else ""
-        raise MisconfigurationException(
-            f"{argument}={name!r} names no submodule of {type(module).__name__}.{hint} It has "
-            f"{', '.join(map(repr, names[:_LISTED]))}{more}."
-        ) from None

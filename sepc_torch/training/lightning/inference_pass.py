@@ -7,74 +7,54 @@ over a training loader with persistent workers would take batches from the curre
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
+from sepc_torch.head.reading.sources import evaluation_mode
 from sepc_torch.shapes import Int
-from sepc_torch.training.lightning.batches import Rows, batch_inputs, batch_rows
+from sepc_torch.training.flags import Rows
+from sepc_torch.training.lightning.batches import batch_inputs, batch_rows
 from sepc_torch.training.lightning.hooks import ActivePass, Captures, check_widths, read_all
-from sepc_torch.training.lightning.settings import MisconfigurationException
+from sepc_torch.training.lightning.settings import Functions, MisconfigurationException, isolate_rng
+from sepc_torch.training.pool import View
+
+T = TypeVar("T")
+
+# Batch size without a loader to copy the batch size from.
+_BATCH_SIZE = 256
 
 
-class _Indexed(Dataset[Any]):
-    """Data set that returns each sample with its position."""
+class Pass(NamedTuple):
+    """What an inference pass needs of a run: the Trainer, the LightningModule, the captures, the user's functions."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, position: int) -> tuple[int, Any]:
-        return position, self.dataset[position]
+    trainer: Any
+    module: Any
+    captures: Captures
+    functions: Functions
 
 
-class _IndexedCollate:
-    """Applies the user's collate function and returns the positions beside the batch."""
+class Samples(NamedTuple):
+    """Samples for an inference pass.
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[tuple[int, Any]]) -> tuple[Tensor, Any]:
-        return torch.tensor([position for position, _ in samples]), self.collate([sample for _, sample in samples])
-
-
-class ShardSampler(Sampler[int]):
-    """Splits the positions 0 to n - 1 over the processes, with the same number for each.
-
-    To fill up, the last processes repeat positions from the start; repeated samples are dropped later by id.
-
-    >>> [list(ShardSampler(3, rank, 2)) for rank in (0, 1)]
-    [[0, 2], [1, 0]]
+    Attributes:
+        dataset: The data set.
+        ids: Ids of its samples; None if they are the positions.
+        like: Loader whose collate function, batch size and workers to copy; None for the defaults.
     """
 
-    def __init__(self, n: int, rank: int, world: int) -> None:
-        self.n, self.rank, self.world = n, rank, world
+    dataset: Any
+    ids: Tensor | None
+    like: Any
 
-    def __len__(self) -> int:
-        return -(-self.n // self.world)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(self.rank + step * self.world) % self.n for step in range(len(self))])
-
-
-def sequential_loader(trainer: Any, dataset: Any, like: Any, batch_size: int) -> DataLoader[Any]:
-    """Loader over this process's share of a data set, in order, with the collate function of the loader ``like``."""
-    collate = getattr(like, "collate_fn", None) or default_collate
-    return DataLoader(
-        _Indexed(dataset),
-        batch_size=getattr(like, "batch_size", None) or batch_size,
-        sampler=ShardSampler(len(dataset), trainer.global_rank, trainer.world_size),
-        collate_fn=_IndexedCollate(collate),
-        num_workers=getattr(like, "num_workers", 0),
-    )
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """The function from samples to a batch."""
+        return getattr(self.like, "collate_fn", None) or default_collate
 
 
 @contextmanager
@@ -83,26 +63,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
     Inference mode is off, because buffers created in it cannot be loaded into or differentiated through later.
     """
-    modes = [(part, part.training) for part in module.modules()]
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        module.eval()
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+    with isolate_rng(), evaluation_mode(module), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager
-def _active_pass(owner: str) -> Iterator[None]:
-    """Mark the inference pass of a monitor as running."""
+def active_pass(owner: str) -> Iterator[None]:
+    """Mark a pass of a monitor as running, so that the hooks of other monitors ignore it."""
     ActivePass.owner = owner
     try:
         yield
@@ -110,8 +77,11 @@ def _active_pass(owner: str) -> Iterator[None]:
         ActivePass.owner = None
 
 
-def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) -> None:
-    """Run the module's forward; a tuple from ``inputs`` gives positional arguments, a dictionary named ones."""
+def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None, call: Callable[..., T]) -> T:
+    """Call the module, or a function in its place, with the arguments of its forward.
+
+    A tuple from ``inputs`` gives positional arguments, a dictionary named ones.
+    """
     found = batch_inputs(batch, inputs)
     args: tuple[Any, ...] = (found,)
     named: dict[str, Any] = {}
@@ -134,7 +104,7 @@ def run_forward(module: Any, batch: Any, inputs: Callable[[Any], Any] | None) ->
                 f"{'the first entry of a batch' if inputs is None else 'the result of inputs='}: {error}. {cure}"
             ) from error
     try:
-        module(*args, **named)
+        return call(*args, **named)
     except NotImplementedError as error:
         if type(module).forward.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
             raise MisconfigurationException(f"{type(module).__name__} has no forward of its own. {cure}") from error
@@ -150,38 +120,53 @@ def _signature(module: Any) -> inspect.Signature | None:
 
 
 def embed_samples(
-    trainer: Any,
-    module: Any,
-    loader: DataLoader[Any],
-    captures: Captures,
-    inputs: Callable[[Any], Any] | None,
+    run: Pass,
+    samples: Samples,
+    positions: Int[Tensor, "n"],
     to_rows: Callable[[Any, Int[Tensor, "B"], Rows], Rows],
     only: tuple[str, ...] = ("emb", "logits"),
 ) -> Rows:
-    """Run the module over a loader of :func:`sequential_loader` and concatenate the results of ``to_rows``.
+    """Run the module over this process's share of samples, in order, and concatenate the results of ``to_rows``.
 
-    ``to_rows`` is called for every batch with the batch, the positions of its samples, and the captured values of the
-    quantities ``only`` by name, on the CPU in float32.
+    ``to_rows`` is called for every batch with the batch, the positions of its samples in the data set, and the captured
+    values of the quantities ``only`` by name, on the CPU in float32. To give every process the same number of samples,
+    some are repeated; they are dropped later by id.
     """
+    trainer, module, captures, functions = run
+    view = View(samples.dataset, positions)
+    share: DistributedSampler[Any] = DistributedSampler(view, trainer.world_size, trainer.global_rank, shuffle=False)
+    loader = DataLoader(
+        view,
+        batch_size=getattr(samples.like, "batch_size", None) or _BATCH_SIZE,
+        sampler=share,
+        collate_fn=samples.collate,
+        num_workers=getattr(samples.like, "num_workers", 0),
+    )
     parts: list[Rows] = []
     wanted = {name: capture for name, capture in captures.items() if name in only}
     widths: dict[str, set[int]] = {name: set() for name in wanted}
     plugin = trainer.precision_plugin
-    with undisturbed(module), _active_pass(captures["emb"].owner):
-        for positions, batch in loader:
-            moved = trainer.strategy.batch_to_device(plugin.convert_input(batch), device=module.device)
+    with undisturbed(module), active_pass(captures["emb"].owner):
+        for places, batch in zip(torch.tensor(list(share)).split(loader.batch_size or 1), loader, strict=True):
+            moved = on_device(trainer, module, batch)
             for capture in captures.values():
                 capture.clear()
             with plugin.forward_context():
-                _run_hooked(module, moved, wanted, inputs)
+                _run_hooked(module, moved, wanted, functions.inputs)
                 captured = read_all(wanted, module, moved, batch_rows(moved))
             for name, column in captured.items():
                 widths[name].add(column.shape[1])
                 check_widths(captures[name], widths[name])
-            parts.append(to_rows(batch, positions, {name: column.float().cpu() for name, column in captured.items()}))
+            found = {name: column.float().cpu() for name, column in captured.items()}
+            parts.append(to_rows(batch, positions[places], found))
         for capture in captures.values():
             capture.clear()
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def on_device(trainer: Any, module: Any, batch: Any) -> Any:
+    """The batch in the Trainer's precision, on the module's device."""
+    return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), device=module.device)
 
 
 def _run_hooked(module: Any, batch: Any, captures: Captures, inputs: Callable[[Any], Any] | None) -> None:
@@ -189,7 +174,7 @@ def _run_hooked(module: Any, batch: Any, captures: Captures, inputs: Callable[[A
     hooks = [capture for capture in captures.values() if capture.is_hook]
     try:
         if hooks:
-            run_forward(module, batch, inputs)
+            run_forward(module, batch, inputs, module)
     except MisconfigurationException:
         if any(capture.required for capture in hooks):
             raise

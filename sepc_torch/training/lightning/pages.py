@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sepc_torch.head.drift_report import DriftReport
+from sepc_torch.head.drift import DriftReport
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.training.lightning.stage_results import StageResult
 from sepc_torch.training.subsets import random_subset
@@ -96,20 +96,23 @@ def figures(head: TrustHead, found: StageResult) -> dict[str, Any]:
     logits = rows.get("logits")
     softmax = {} if logits is None else {"softmax": logits.softmax(dim=1).amax(dim=1)}
     drawn = {}
-    if "target" in rows:
-        right = found.right
+    if "target" in rows and bool((rows["target"] >= 0).any()):
+        known = rows["target"] >= 0  # no label of an unknown class is right
+        right, known_softmax = found.right[known], {name: score[known] for name, score in softmax.items()}
         promised = None if head.promise is None else head.promise.risk
-        accepted = float((rows["reason"] < 0).double().mean())
+        accepted = float((rows["reason"] < 0)[known].double().mean())
         drawn["risk_coverage"] = Figure(figsize=(6.4, 4.2), layout="constrained")
         draw_risk_coverage(
-            {"head": rows["joint"], **softmax},
+            {"head": rows["joint"][known], **known_softmax},
             right,
             chosen=accepted,
             promised=promised,
             ax=drawn["risk_coverage"].subplots(),
         )
         drawn["reliability"] = Figure(figsize=(5.0, 4.6), layout="constrained")
-        draw_reliability({"head": rows["confidence"], **softmax}, right, ax=drawn["reliability"].subplots())
+        draw_reliability(
+            {"head": rows["confidence"][known], **known_softmax}, right, ax=drawn["reliability"].subplots()
+        )
     few = random_subset(torch.arange(len(found.ids)), _MOST_POINTS)
     drawn["embedding"] = Figure(figsize=(8.0, 5.5), layout="constrained")
     draw_embedding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,103 +11,86 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.partitioning.landscape import SmallDisjunct
 from sepc_torch.shapes import Int
-from sepc_torch.training import LabelPool, confirmed_disjuncts
-from sepc_torch.training.flagging import Head, class_values
-from sepc_torch.training.lightning.batches import Rows, gather_rows, unique_rows
-from sepc_torch.training.lightning.hooks import Captures
-from sepc_torch.training.lightning.inference_pass import embed_samples, sequential_loader
-from sepc_torch.training.lightning.refitting import BATCH_SIZE, samples_of
-from sepc_torch.training.lightning.settings import DataModuleBase, Functions, MisconfigurationException
+from sepc_torch.training.flags import Rows, confirmed_disjuncts, own_labels
+from sepc_torch.training.lightning.batches import gather_rows, unique_rows
+from sepc_torch.training.lightning.inference_pass import Pass, embed_samples
+from sepc_torch.training.lightning.refitting import samples_of
+from sepc_torch.training.lightning.settings import DataModuleBase, MisconfigurationException
 from sepc_torch.training.lightning.stage_results import assessed_rows
-from sepc_torch.training.pool import View
+from sepc_torch.training.pool import LabelPool, View
 from sepc_torch.training.subsets import random_subset
 
 
-def find_pool(trainer: Any, module: Any, pool: Any) -> Any:
-    """The pool: the user's argument, else that of the data module or the module, else None.
-
-    A data module or module has an attribute ``pool`` (a ``LabelPool``) or a method ``pool_dataloader()``.
-    """
-    if pool is not None:
-        return pool
-    for owner in (trainer.datamodule, module):
-        if isinstance(getattr(owner, "pool", None), LabelPool):
-            return owner.pool
-        if callable(getattr(owner, "pool_dataloader", None)):
-            return owner.pool_dataloader()
-    return None
-
-
-def has_pool(trainer: Any, module: Any, pool: Any) -> bool:
-    """Whether :func:`find_pool` finds a pool; does not create a loader."""
-    return pool is not None or any(
-        isinstance(getattr(owner, "pool", None), LabelPool) or callable(getattr(owner, "pool_dataloader", None))
-        for owner in (trainer.datamodule, module)
-    )
-
-
-def find_label_pool(trainer: Any, module: Any, pool: Any) -> LabelPool | None:
-    """The ``LabelPool`` of the user, the data module or the module; None without one."""
-    for candidate in (pool, getattr(trainer.datamodule, "pool", None), getattr(module, "pool", None)):
-        if isinstance(candidate, LabelPool):
-            return candidate
-    return None
-
-
 class PoolScores:
-    """Last scores of the pool, equal on every process.
+    """Pool of a run, and its last scores, equal on every process.
 
     Attributes:
+        label_pool: The ``LabelPool`` of the run, or None.
         rows: Columns ``id``, ``emb``, ``logits`` if found, and those of ``assess``; None before the first scores.
         head: The head that gave the scores.
-        record: The ``LabelPool`` that the samples belong to, or None.
+        record: The ``LabelPool`` that the scored samples belong to, or None.
+        step: Global step of the scores; -1 if this run has not scored the pool with the head in use.
     """
 
     _warned = False  # whether the warning about unreadable labels was given
 
     def __init__(self) -> None:
+        self.label_pool: LabelPool | None = None
         self.rows: Rows | None = None
-        self.head: Head | None = None
+        self.head: TrustHead | None = None
         self.record: LabelPool | None = None
+        self.step = -1
+        self._given: Any = None
+        self._loader: Callable[[], Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rows": None, "head": None, "record": None}
+        return PoolScores().__dict__
 
-    def score(
-        self,
-        trainer: Any,
-        module: Any,
-        source: Any,
-        head: Head,
-        captures: Captures,
-        functions: Functions,
-        limit: int | None,
-        record: LabelPool | None,
-    ) -> Rows:
-        """Evaluate a head on the pool, on at most ``limit`` samples, a different subset at every step.
+    def find(self, trainer: Any, module: Any, pool: Any) -> None:
+        """Find the pool of a run: the user's argument, else that of the data module or the module.
 
-        ``record`` is the ``LabelPool`` of the run. It is kept if the samples belong to it.
+        A data module or module has an attribute ``pool`` (a ``LabelPool``) or a method ``pool_dataloader()``.
         """
-        samples = samples_of(source, "the pool")
-        own = record is not None and isinstance(samples.dataset, View) and samples.dataset.dataset is record.eval_view
-        self.record = record if own else None
+        self._given, self._loader, self.step = pool, None, -1
+        pools = [pool]
+        for owner in (trainer.datamodule, module):
+            pools.append(getattr(owner, "pool", None))
+            if not self.exists and isinstance(pools[-1], LabelPool):
+                self._given = pools[-1]
+            elif not self.exists and callable(getattr(owner, "pool_dataloader", None)):
+                self._loader = owner.pool_dataloader  # called for every scoring, because the pool shrinks
+        self.label_pool = next((each for each in pools if isinstance(each, LabelPool)), None)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there are samples to score."""
+        return self._given is not None or self._loader is not None
+
+    def score(self, run: Pass, head: TrustHead, limit: int | None) -> Rows:
+        """Evaluate a head on the pool, on at most ``limit`` samples, a different subset at every step."""
+        samples = samples_of(self._given if self._loader is None else self._loader(), "the pool")
+        pool = self.label_pool
+        own = pool is not None and isinstance(samples.dataset, View) and samples.dataset.dataset is pool.eval_view
+        self.record = pool if own else None
         ids = torch.arange(len(samples.dataset)) if samples.ids is None else samples.ids
-        chosen = random_subset(ids, limit, int(trainer.global_step))
+        chosen = random_subset(ids, limit, int(run.trainer.global_step))
 
         def to_rows(_batch: Any, positions: Int[Tensor, "B"], captured: Rows) -> Rows:
-            logits = captured.get("logits")
-            rows = assessed_rows(head, captured["emb"].to(module.device), logits, None)
-            return {"id": ids[chosen[positions]], **captured, **rows}
+            rows = assessed_rows(head, {**captured, "emb": captured["emb"].to(run.module.device)})
+            return {"id": ids[positions], **captured, **rows}
 
         rows: Rows = {}
         if len(ids):
-            loader = sequential_loader(trainer, View(samples.dataset, chosen), samples.like, BATCH_SIZE)
-            found = embed_samples(trainer, module, loader, captures, functions.inputs, to_rows)
-            rows = unique_rows(gather_rows(trainer, found))
-        self.rows, self.head = rows, head
+            rows = unique_rows(gather_rows(run.trainer, embed_samples(run, samples, chosen, to_rows)))
+        self.rows, self.head, self.step = rows, head, int(run.trainer.global_step)
         return rows
+
+    def discard(self) -> None:
+        """Discard the scores of a head that is replaced."""
+        self.rows, self.step = None, -1
 
     def unlabelled(self) -> Rows | None:
         """Rows of the samples that are still unlabelled; some may have been labelled since they were scored."""
@@ -116,21 +99,20 @@ class PoolScores:
         unlabelled = torch.isin(self.rows["id"], self.record.pool_ids)
         return {name: column[unlabelled] for name, column in self.rows.items()}
 
-    def disjuncts(self, pool: LabelPool) -> tuple[SmallDisjunct, ...]:
+    def disjuncts(self) -> tuple[SmallDisjunct, ...]:
         """Small disjuncts: regions where the labels given since the last scores contradict the head too often.
 
         The field ``rows`` of each disjunct holds ids. If the pool cannot read the labels, the method warns once and
         returns no disjuncts, so that training continues.
         """
-        if not self.rows or self.head is None:
+        pool = self.label_pool
+        if pool is None or not self.rows or self.head is None:
             return ()
         ids = self.rows["id"]
-        known = pool.round_of[ids] >= 0
-        finite = self.rows["label"] >= 0
-        chosen = known & finite
+        chosen = (pool.round_of[ids] >= 0) & (self.rows["label"] >= 0)
         if not bool(chosen.any()):
             return ()
-        given = class_values(self.head)[self.rows["label"][chosen]]
+        given = own_labels(self.head.classes, self.rows["label"][chosen])
         try:
             truth = pool.labels_of(ids[chosen])
         except TypeError as error:

@@ -1,20 +1,24 @@
-"""Samples to fit and calibrate the callback's head with, embedded by the current weights; the fit itself."""
+"""Samples to fit and calibrate the callback's head with, the fit itself, and the form of a head in a checkpoint."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from sepc_torch.head.network import Places, find_places
 from sepc_torch.head.trust_head import TrustHead
-from sepc_torch.shapes import Int
+from sepc_torch.model.sepc import SEPC
+from sepc_torch.shapes import Float, Int
 from sepc_torch.training import LabelPool
-from sepc_torch.training.flagging import Head
+from sepc_torch.training.flags import Rows, as_trust_head
 from sepc_torch.training.lightning.batches import (
-    Rows,
     batch_ids,
     batch_labels,
     first_tensor,
@@ -24,14 +28,18 @@ from sepc_torch.training.lightning.batches import (
     on_rank_zero,
     unique_rows,
 )
-from sepc_torch.training.lightning.hooks import Captures
-from sepc_torch.training.lightning.inference_pass import embed_samples, sequential_loader, undisturbed
-from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
+from sepc_torch.training.lightning.inference_pass import (
+    Pass,
+    Samples,
+    embed_samples,
+    on_device,
+    run_forward,
+    undisturbed,
+)
+from sepc_torch.training.lightning.settings import MisconfigurationException
 from sepc_torch.training.pool import View
 from sepc_torch.training.subsets import calibration_half, id_numbers, random_subset, sample_per_class
 
-# Batch size of an inference pass without a loader to copy the batch size from.
-BATCH_SIZE = 256
 # Number of ids in an error message.
 _NAMED = 5
 # Samples of the first pass over a data set, which finds the samples of every class. It reads pieces until every class
@@ -40,21 +48,12 @@ _NAMED = 5
 _FIRST_PIECE, _FIRST_PASS = 5000, 50_000
 # Validation samples to calibrate with: half of them rank the scores, enough to promise an error of 0.3 %.
 _MOST_CALIBRATION = 2000
+# Samples that find the last linear layer: all activations are kept for a moment.
+_TRACED = 4
 _BOTH = ("emb", "logits")
-
-
-class Samples(NamedTuple):
-    """Samples for an inference pass.
-
-    Attributes:
-        dataset: The data set.
-        ids: Ids of its samples; None if they are the positions.
-        like: Loader whose collate function, batch size and workers to copy; None for the defaults.
-    """
-
-    dataset: Any
-    ids: Tensor | None
-    like: Any
+# Relative tolerance between fingerprints. Another order of summation, as on another device, changes them by less; a
+# training step changes them by more.
+_SAME_WEIGHTS = 1e-9
 
 
 def fit_samples(trainer: Any, fit_data: Any, pool: LabelPool | None) -> Samples:
@@ -85,6 +84,29 @@ def samples_of(source: Any, what: str) -> Samples:
         )
     ids = dataset.ids if isinstance(dataset, View) else None
     return Samples(dataset, ids, source if isinstance(source, DataLoader) else None)
+
+
+def find_last_layer(run: Pass, fit_data: Any) -> Places:
+    """Find the last linear layer of the module by tracing samples of ``fit_data``, or else of the first loader."""
+    trainer, module = run.trainer, run.module
+    loaders = [
+        trainer.train_dataloader,
+        trainer.val_dataloaders,
+        trainer.test_dataloaders,
+        trainer.predict_dataloaders,
+    ]
+    source = next(iter(loader_list(loaders)), None) if fit_data is None else fit_data
+    samples = samples_of(source, "the data to trace the module with")
+    if not len(samples.dataset):
+        raise MisconfigurationException("The data set to trace the module with is empty.")
+    with undisturbed(module), trainer.precision_plugin.forward_context():
+        rows = [samples.dataset[i] for i in range(min(_TRACED, len(samples.dataset)))]
+        return run_forward(
+            module,
+            on_device(trainer, module, samples.collate(rows)),
+            run.functions.inputs,
+            lambda *args, **named: find_places(module, args, named, layers=None),
+        )
 
 
 def is_augmented(module: Any, dataset: Any) -> bool:
@@ -132,60 +154,41 @@ class FitSample:
 
 
 def labelled_rows(
-    trainer: Any,
-    module: Any,
-    samples: Samples,
-    positions: Int[Tensor, "n"],
-    captures: Captures,
-    functions: Functions,
-    what: str,
-    only: tuple[str, ...],
-    limit: int | None = None,
+    run: Pass, samples: Samples, positions: Int[Tensor, "n"], what: str, only: tuple[str, ...], limit: int | None = None
 ) -> Rows:
     """Embeddings and labels of the samples at some positions, at most ``limit`` per class, equal on every process.
 
     The columns are ``id`` (the position), ``key`` (a number of the user's id), ``target``, and those of ``only`` that
     are found.
     """
+    functions = run.functions
     if len(positions) == 0:
         raise MisconfigurationException(f"The data set {what} is empty. Label some samples first.")
 
-    def to_rows(batch: Any, places: Int[Tensor, "B"], captured: Rows) -> Rows:
+    def to_rows(batch: Any, ids: Int[Tensor, "B"], captured: Rows) -> Rows:
         target = batch_labels(batch, functions.labels)
-        if target is None or len(target) != len(places):
-            found = f"found {0 if target is None else len(target)} for {len(places)} samples."
-            if target is None:
-                found = labels_found(batch, functions.labels)
+        if target is None or len(target) != len(ids):
+            found = labels_found(batch, functions.labels)
+            if target is not None:
+                found = f"found {len(target)} for {len(ids)} samples."
             raise MisconfigurationException(f"A batch {what} needs one integer label per sample; {found}")
-        ids = positions[places]
-        key = (
-            ids
-            if functions.ids is None or "logits" not in only
-            else id_numbers(batch_ids(batch, functions.ids, len(ids)))
-        )
+        key = ids
+        if functions.ids is not None and "logits" in only:
+            key = id_numbers(batch_ids(batch, functions.ids, len(ids)))
         return {"id": ids, "key": key, **captured, "target": target}
 
-    loader = sequential_loader(trainer, View(samples.dataset, positions), samples.like, BATCH_SIZE)
-    rows = embed_samples(trainer, module, loader, captures, functions.inputs, to_rows, only)
+    rows = embed_samples(run, samples, positions, to_rows, only)
     mine = sample_per_class(rows["id"], rows["target"], limit)  # reduces the data to gather
-    rows = unique_rows(gather_rows(trainer, {name: column[mine] for name, column in rows.items()}))
+    rows = unique_rows(gather_rows(run.trainer, {name: column[mine] for name, column in rows.items()}))
     kept = sample_per_class(rows["id"], rows["target"], limit)
     return {name: column[kept] for name, column in rows.items()}
 
 
-def fit_rows(
-    trainer: Any,
-    module: Any,
-    samples: Samples,
-    captures: Captures,
-    functions: Functions,
-    limit: int | None,
-    sample: FitSample,
-) -> Rows:
+def fit_rows(run: Pass, samples: Samples, limit: int | None, sample: FitSample) -> Rows:
     """Embeddings and labels to fit to, at most ``limit`` per class, equal on every process."""
     rows: Rows = {}
     for piece in sample.pieces(samples.dataset, limit):
-        found = labelled_rows(trainer, module, samples, piece, captures, functions, "to fit to", ("emb",), limit)
+        found = labelled_rows(run, samples, piece, "to fit to", ("emb",), limit)
         joined = {name: torch.cat([rows[name], column]) if rows else column for name, column in found.items()}
         order = joined["id"].argsort()
         order = order[sample_per_class(joined["id"][order], joined["target"][order], limit)]
@@ -196,48 +199,44 @@ def fit_rows(
     return rows
 
 
-def calibration_rows(trainer: Any, module: Any, data: Any, captures: Captures, functions: Functions) -> Rows | None:
+def calibration_rows(run: Pass, data: Any) -> Rows | None:
     """Embeddings, logits and labels to calibrate with, equal on every process; None if there are none.
 
-    Args:
-        trainer: The Trainer.
-        module: The LightningModule.
-        data: The data set or loader of the user, which is used whole; None for the calibration half of the first
-            validation loader, at most ``_MOST_CALIBRATION`` samples.
-        captures: The captures of embeddings and logits.
-        functions: The user's functions.
+    ``data`` is the data set or loader of the user, which is used whole; None for the calibration half of the first
+    validation loader, at most ``_MOST_CALIBRATION`` samples.
     """
     if data is not None:
         samples = samples_of(data, "calibrate")
         every = torch.arange(len(samples.dataset))
-        return labelled_rows(trainer, module, samples, every, captures, functions, "to calibrate with", _BOTH)
-    loaders = loader_list(trainer.val_dataloaders)
+        return labelled_rows(run, samples, every, "to calibrate with", _BOTH)
+    loaders = loader_list(run.trainer.val_dataloaders)
     if not loaders or not isinstance(loaders[0], DataLoader) or isinstance(loaders[0].dataset, IterableDataset):
         return None
     samples = samples_of(loaders[0], "the validation data")
     every = torch.arange(len(samples.dataset))
-    if functions.ids is None:
+    if run.functions.ids is None:
         every = every[calibration_half(every)]
     # Ids in batches are known only when the batches are read: then the half is taken afterwards.
-    chosen = every[random_subset(every, _MOST_CALIBRATION * (1 if functions.ids is None else 2))]
-    if len(chosen) == 0 or not _has_labels(module, samples, functions):
+    chosen = every[random_subset(every, _MOST_CALIBRATION * (1 if run.functions.ids is None else 2))]
+    if len(chosen) == 0 or not _has_labels(run, samples):
         return None
-    rows = labelled_rows(trainer, module, samples, chosen, captures, functions, "to calibrate with", _BOTH)
+    rows = labelled_rows(run, samples, chosen, "to calibrate with", _BOTH)
     half = calibration_half(rows["key"])
     return {name: column[half] for name, column in rows.items()}
 
 
-def _has_labels(module: Any, samples: Samples, functions: Functions) -> bool:
+def _has_labels(run: Pass, samples: Samples) -> bool:
     """Whether the first sample, as a batch, holds labels."""
-    collate = getattr(samples.like, "collate_fn", None) or default_collate
-    with undisturbed(module):
-        return batch_labels(collate([samples.dataset[0]]), functions.labels) is not None
+    with undisturbed(run.module):
+        return batch_labels(samples.collate([samples.dataset[0]]), run.functions.labels) is not None
 
 
-def fit_head(trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor, Tensor], Head] | None) -> Head:
+def fit_head(
+    trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor, Tensor], SEPC | TrustHead] | None
+) -> TrustHead:
     """Fit a head on the main process; every process receives the head or raises the error."""
 
-    def work() -> Head:
+    def work() -> TrustHead:
         bad = rows["id"][~torch.isfinite(rows["emb"]).all(dim=1)]
         if len(bad):
             raise ValueError(
@@ -245,9 +244,42 @@ def fit_head(trainer: Any, rows: Rows, fit: Mapping[str, Any] | Callable[[Tensor
             )
         if callable(fit):
             head = fit(rows["emb"], rows["target"])
-            if not isinstance(head, Head):
+            if not isinstance(head, (SEPC, TrustHead)):
                 raise TypeError(f"fit= must return an SEPC or a TrustHead; got a {type(head).__name__}.")
-            return head
+            return as_trust_head(head)
         return TrustHead.fit(rows["emb"], rows["target"], **{"progress": False, **(fit or {})})
 
     return on_rank_zero(trainer, "the refit", work)
+
+
+def head_bytes(head: TrustHead) -> Tensor:
+    """Serialise a head to a tensor of bytes in its own file format, so that ``weights_only`` loading accepts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head.safetensors"
+        head.save(path)
+        return torch.from_numpy(np.frombuffer(path.read_bytes(), dtype=np.uint8).copy())
+
+
+def head_from_bytes(data: Tensor) -> TrustHead:
+    """Restore a head from the bytes written by :func:`head_bytes`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head.safetensors"
+        path.write_bytes(data.cpu().numpy().tobytes())
+        return TrustHead.load(path)
+
+
+@torch.no_grad()
+def fingerprint(module: nn.Module) -> Float[Tensor, "3"]:
+    """Fingerprint of a module's weights: the sums of their values, absolute values and squares."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for weight in module.parameters():
+        if weight.is_floating_point():
+            values = weight.detach().double()
+            total += torch.stack([values.sum(), values.abs().sum(), values.square().sum()]).cpu()
+    return total
+
+
+def same_weights(a: Float[Tensor, "3"], b: Float[Tensor, "3"]) -> bool:
+    """Whether two fingerprints belong to the same weights, up to the order of summation."""
+    scale = torch.maximum(a, b)[1].clamp_min(1.0)  # of the absolute values, because the plain sum may cancel
+    return bool(((a - b).abs() <= _SAME_WEIGHTS * scale).all())

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from sepc_torch.shapes import Bool, Float, Int
-from sepc_torch.training.assessment import (
+from sepc_torch.head.drift import DriftMonitor, DriftReport
+from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.shapes import Bool, Float
+from sepc_torch.training.flags import (
     CALIBRATED,
+    Rows,
     Seen,
     assess,
     binary_logits,
     class_count,
-    judged_of,
+    find_reasons,
+    is_calibrated,
+    label_values,
     no_rows,
+    own_labels,
     stage_numbers,
 )
-from sepc_torch.training.flagging import Criteria, Head, class_values, find_reasons, in_features, label_values
 from sepc_torch.training.lightning.batches import (
     Ids,
-    Rows,
-    batch_ids,
     batch_labels,
     batch_rows,
     count_repeats,
     gather_rows,
     gather_text,
-    loader_list,
-    positions_of,
     unique_rows,
 )
 from sepc_torch.training.lightning.hooks import Captures, read_all
-from sepc_torch.training.lightning.settings import Functions, MisconfigurationException
+from sepc_torch.training.lightning.settings import Functions, MisconfigurationException, say
 from sepc_torch.training.subsets import calibration_half, id_numbers
 from sepc_torch.training.trust_table import TrustTable
 
@@ -65,23 +69,7 @@ class StageResult(NamedTuple):
         return self.rows["network_label"] == self.rows["target"]
 
 
-class StageTables(dict[str, TrustTable]):
-    """Tables by stage, under the logged name (``"val"``) or Lightning's name (``"validate"``).
-
-    >>> tables = StageTables(val=TrustTable.of([], {}, []))
-    >>> tables["validate"] is tables["val"]
-    True
-    """
-
-    def __missing__(self, stage: str) -> TrustTable:
-        if stage.startswith("validate") and (short := stage.replace("validate", "val", 1)) in self:
-            return self[short]
-        raise KeyError(
-            f"There are no results for the stage {stage!r}; the stages with results are {', '.join(self) or 'none'}."
-        )
-
-
-def checked_logits(head: Head, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B M"]:
+def checked_logits(head: TrustHead, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B M"]:
     """Logits with one column per class, so that column c belongs to label c."""
     logits = binary_logits(logits, class_count(head))
     columns = logits.shape[1]
@@ -90,7 +78,7 @@ def checked_logits(head: Head, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B
             "logits= returns one number per sample; expected one column per class, or one number for two classes. "
             "Return all columns: logits=lambda module, batch: module(batch[0])."
         )
-    values = class_values(head)
+    values = label_values(head.classes)
     outside = values[(values < 0) | (values >= columns)].tolist()
     if outside:
         raise MisconfigurationException(
@@ -102,87 +90,84 @@ def checked_logits(head: Head, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B
     return logits
 
 
-def assessed_rows(
-    head: Head,
-    z: Float[Tensor, "B D"],
-    logits: Float[Tensor, "B L"] | None,
-    target: Int[Tensor, "B"] | None,
-    *,
-    keep: bool = False,
-    seen: Seen | None = None,
-) -> Rows:
-    """Columns of a batch, on the CPU: those of :func:`assess` and the target if it is known.
+def assessed_rows(head: TrustHead, batch: Rows, *, keep: bool = False, seen: Seen | None = None) -> Rows:
+    """Columns of a batch with the columns ``emb`` and, if known, ``logits`` and ``target``; on the CPU.
 
-    ``keep`` adds the embeddings and the logits of the head's classes.
+    They are those of :func:`assess` and the target if it is known. ``keep`` adds the embeddings and the logits of the
+    head's classes.
     """
+    z, logits = batch["emb"].float(), batch.get("logits")
     logits = None if logits is None else checked_logits(head, logits).to(z.device)
-    rows = assess(head, z.float(), logits, seen)
+    rows = assess(head, z, logits, seen)
     if keep:
-        rows["emb"] = z.float().cpu()
+        rows["emb"] = z.cpu()
         if logits is not None:
-            rows["logits"] = logits[:, class_values(head)].float().cpu()
-    return rows if target is None else {**rows, "target": target.cpu()}
+            rows["logits"] = logits[:, label_values(head.classes)].float().cpu()
+    return rows if "target" not in batch else {**rows, "target": batch["target"].cpu()}
 
 
-class Batch(NamedTuple):
-    """What a head needs of a batch: ids, embeddings, and logits and targets where they are known."""
+def batch_columns(head: TrustHead, captures: Captures, functions: Functions, module: Any, batch: Any) -> Rows:
+    """Columns ``emb`` and, if known, ``logits`` and ``target`` of a batch that the module has just processed.
 
-    ids: Ids
-    z: Float[Tensor, "B D"]
-    logits: Float[Tensor, "B L"] | None
-    target: Int[Tensor, "B"] | None
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Widths of the embeddings, the logits and the targets; batches with the same ones can be joined."""
-        return tuple(0 if column is None else column.shape[1:].numel() for column in (self.z, self.logits, self.target))
-
-    @property
-    def values(self) -> int:
-        """Number of values of the embeddings and the logits."""
-        return self.z.numel() + (0 if self.logits is None else self.logits.numel())
+    They are copies, because a compiled module may write the next batch to the same memory.
+    """
+    n = batch_rows(batch)
+    with torch.inference_mode(False), torch.no_grad():
+        captured = read_all(captures, module, batch, n)
+        width = captured["emb"].shape[1]
+        if width != head.in_features:
+            raise MisconfigurationException(
+                f"Embeddings have {width} features, but the head was fitted to {head.in_features}. Fit a new head: "
+                "pass head=None and refit_every_n_epochs above 0. If the number of features changes from batch to "
+                "batch, pass embed a function that returns one vector per sample, always of the same length."
+            )
+        columns = {"emb": captured["emb"].to(torch.float32, copy=True)}
+        if "logits" in captured:
+            columns["logits"] = checked_logits(head, captured["logits"]).clone()
+        labels = batch_labels(batch, functions.labels)
+        if labels is not None and len(labels) == n:
+            columns["target"] = labels.clone()
+    return columns
 
 
 class Recorder:
     """Collects the rows of one loader on this process, and lets the head judge several batches at a time.
 
-    Args:
-        keep: Whether to keep embeddings and logits.
+    ``positions`` gives the positions of the samples of a batch, which are their ids; None if the batches carry ids.
+    ``keep`` keeps embeddings and logits. ``seen`` gets the head's predictions too.
     """
 
-    def __init__(self, keep: bool = False) -> None:
+    seen: Seen | None = None
+
+    def __init__(self, positions: Callable[[int], Sequence[int]] | None = None, keep: bool = False) -> None:
+        self.positions = positions
         self.parts: list[Rows] = []
         self.names: list[str] = []
         self._keep = keep
-        self._waiting: list[Batch] = []
+        self._waiting: list[tuple[Ids, Rows]] = []
 
-    def add(self, head: Head, batch: Batch, seen: Seen | None = None) -> None:
-        """Add a batch; the head judges when enough of them wait."""
-        if self._waiting and self._waiting[0].columns != batch.columns:
-            self.judge(head, seen)
-        self._waiting.append(batch)
-        if sum(each.values for each in self._waiting) >= _WAITING_VALUES:
-            self.judge(head, seen)
+    def add(self, head: TrustHead, ids: Ids, batch: Rows) -> None:
+        """Add a batch; the head judges when enough of them wait, or when a batch with other columns follows."""
+        if self._waiting and _layout(self._waiting[0][1]) != _layout(batch):
+            self.flush(head)
+        self._waiting.append((ids, batch))
+        waiting = (rows[name].numel() for _, rows in self._waiting for name in rows if name != "target")
+        if sum(waiting) >= _WAITING_VALUES:
+            self.flush(head)
 
-    def judge(self, head: Head, seen: Seen | None = None) -> None:
+    def flush(self, head: TrustHead) -> None:
         """Let the head judge the batches that wait."""
         if not self._waiting:
             return
-        ids: Any = [name for batch in self._waiting for name in batch.ids]
+        batches, self._waiting = self._waiting, []
+        ids = [name for names, _ in batches for name in names]
         with torch.inference_mode(False), torch.no_grad():
-            z = torch.cat([batch.z for batch in self._waiting])
-            logits = _joined([batch.logits for batch in self._waiting])
-            target = _joined([batch.target for batch in self._waiting])
-            self._waiting = []
-            self._store(ids, assessed_rows(head, z, logits, target, keep=self._keep, seen=seen))
-
-    def _store(self, ids: Ids, rows: Rows) -> None:
-        n = len(rows["trust"])
-        if ids and isinstance(ids[0], str):
-            self.names += [str(name) for name in ids]
-            numbers = torch.arange(n)  # placeholders; `join` assigns numbers to all names
-        else:
-            numbers = torch.tensor(ids, dtype=torch.int64)
+            joined = {name: torch.cat([rows[name] for _, rows in batches]) for name in batches[0][1]}
+            rows = assessed_rows(head, joined, keep=self._keep, seen=self.seen)
+        texts = [name for name in ids if isinstance(name, str)]
+        self.names += texts
+        # Names have placeholders here; `join` assigns numbers to all of them.
+        numbers = torch.arange(len(ids)) if texts else torch.tensor(ids, dtype=torch.int64)
         self.parts.append({"id": numbers, **rows})
 
     def join(self, trainer: Any) -> tuple[Rows, list[str]]:
@@ -207,94 +192,21 @@ class Recorder:
         return unique_rows(rows), names
 
 
-def _joined(columns: list[Any]) -> Any:
-    """The columns of batches that all have it, or None."""
-    return None if columns[0] is None else torch.cat(columns)
-
-
-class StageRecords:
-    """Collects the rows of all loaders of a stage.
-
-    Args:
-        captures: The captures of embeddings and logits, by name.
-        functions: The user's functions.
-        keep: Whether to keep embeddings and logits, for reports.
-    """
-
-    def __init__(self, captures: Captures, functions: Functions, keep: bool = False) -> None:
-        self.keep = keep
-        self.captures = captures
-        self.functions = functions
-        self.recorders: list[Recorder] = []
-        self.positions: list[Any] = []
-        self.has_network = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recorders": [], "positions": []}
-
-    def begin(self, loaders: Any) -> None:
-        """Begin a stage over its loaders. If the batches carry no ids, the order of the loaders must be fixed."""
-        found = loader_list(loaders)
-        self.recorders = [Recorder(self.keep) for _ in found]
-        self.positions = [] if self.functions.ids is not None else [positions_of(loader) for loader in found]
-
-    def clear(self) -> None:
-        """Discard the captured values."""
-        for capture in self.captures.values():
-            capture.clear()
-
-    def add(self, head: Head, module: Any, batch: Any, batch_idx: int, loader: int, seen: Seen | None = None) -> None:
-        """Add a batch that the module has just processed, for the head to judge."""
-        n = batch_rows(batch)
-        with torch.inference_mode(False), torch.no_grad():
-            captured = read_all(self.captures, module, batch, n)
-            if captured["emb"].shape[1] != in_features(head):
-                raise MisconfigurationException(
-                    f"Embeddings have {captured['emb'].shape[1]} features, but the head was fitted to "
-                    f"{in_features(head)}. Fit a new head: pass head=None and refit_every_n_epochs above 0. If the "
-                    "number of features changes from batch to batch, pass embed a function that returns one vector per "
-                    "sample, always of the same length."
-                )
-            self.has_network = "logits" in captured
-            labels = batch_labels(batch, self.functions.labels)
-            # Copies, because a compiled module may write the next batch to the same memory.
-            target = labels.clone() if labels is not None and len(labels) == n else None
-            logits = checked_logits(head, captured["logits"]).clone() if self.has_network else None
-            z = captured["emb"].to(torch.float32, copy=True)
-        ids = self.functions.ids
-        names = list(self.positions[loader][batch_idx]) if ids is None else batch_ids(batch, ids, n)
-        self.recorders[loader].add(head, Batch(names, z, logits, target), seen)
-
-    def judge(self, head: Head, seen: Seen | None = None) -> None:
-        """Let the head judge all batches that wait."""
-        for recorder in self.recorders:
-            recorder.judge(head, seen)
-
-    def finish(self, trainer: Any, head: Head, criteria: Criteria, halved: bool) -> list[StageResult]:
-        """Results of the stage, one per loader, equal on every process.
-
-        With ``halved`` the calibration half of the first loader, which the head was calibrated on, is not measured.
-        """
-        found = [
-            stage_result(*recorder.join(trainer), head, criteria, self.has_network, halved and number == 0)
-            for number, recorder in enumerate(self.recorders)
-        ]
-        self.recorders = []
-        return found
+def _layout(batch: Rows) -> dict[str, tuple[int, ...]]:
+    """Names and widths of the columns; batches with the same ones can be joined."""
+    return {name: tuple(column.shape[1:]) for name, column in batch.items()}
 
 
 def stage_result(
-    rows: Rows, names: list[str], head: Head, criteria: Criteria, has_network: bool, halved: bool = False
+    rows: Rows, names: list[str], head: TrustHead, flag_rate: float, has_network: bool, halved: bool = False
 ) -> StageResult:
-    """Build the table and the numbers of a stage from its gathered rows."""
+    """Build the table and the numbers of a stage from its gathered rows.
+
+    With ``halved`` the calibration half, which the head was calibrated on, is not measured.
+    """
     rows = rows or no_rows()
-    judged = judged_of(rows)
-    values = class_values(head)
-    finite = judged.label >= 0
-    own = torch.where(finite, values[judged.label.clamp_min(0)], -1)
-    reason = rows.get("reason")
-    if reason is None:
-        reason = find_reasons(judged, criteria, (judged.network_label == own) | ~finite)
+    own = own_labels(head.classes, rows["label"])
+    reason = rows["reason"] if "reason" in rows else find_reasons(rows, own, flag_rate)
     ids = [names[place] if names else place for place in rows["id"].tolist()]
     target = rows.get("target")
     halved = halved and "joint" in rows
@@ -328,4 +240,51 @@ def accepted_and_right(table: TrustTable) -> tuple[Bool[Tensor, "B"], Bool[Tenso
         accepted &= ~columns["calibrates"]
     if "network_label" in columns:
         return accepted, columns["network_label"] == columns["target"]
-    return accepted, label_values(table.classes)[columns["label"].clamp_min(0)] == columns["target"]
+    return accepted, own_labels(table.classes, columns["label"]) == columns["target"]
+
+
+class PredictionStream:
+    """Drift of one prediction: each process watches its own samples, and the states are merged at the end.
+
+    The order of a data set means nothing, and one that is sorted by class would raise an alarm. So the samples are
+    watched in a random order, when all of them are known.
+    """
+
+    def __init__(self, trainer: Any, head: TrustHead | None, has_network: bool) -> None:
+        self._monitor: DriftMonitor | None = None
+        self._parts: list[HeadPrediction] = []
+        self._seen_all = True
+        if head is None or not is_calibrated(head, has_network):
+            return
+        try:
+            # Processes break ties by different random numbers.
+            self._monitor = DriftMonitor(head, seed=int(trainer.global_rank))
+        except (RuntimeError, ValueError) as error:  # a head of the user, calibrated in another way
+            say(trainer, f"drift is not watched. {error}")
+
+    def add(self, out: HeadPrediction, has_logits: bool) -> None:
+        """Add the predictions of a batch."""
+        if self._monitor is not None and has_logits == self._monitor.with_logits:
+            self._parts.append(HeadPrediction(*(column.cpu() for column in out)))
+        else:
+            self._seen_all = False
+
+    def report(self, trainer: Any) -> DriftReport | None:
+        """Report on the samples of all processes, equal on every process; None if drift was not watched."""
+        mine = self._monitor if self._seen_all else None
+        if mine is not None and self._parts:
+            whole = HeadPrediction(*(torch.cat(columns) for columns in zip(*self._parts, strict=True)))
+            order = torch.randperm(len(whole.label), generator=torch.Generator().manual_seed(mine.seed))
+            mine.update_from(HeadPrediction(*(column[order] for column in whole)), with_logits=mine.with_logits)
+            self._parts = []
+        if trainer.world_size == 1:
+            return None if mine is None else mine.report()
+        states: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(states, None if mine is None else mine.state_dict())
+        if mine is None or any(state is None for state in states):
+            return None
+        workers = []
+        for state in states:
+            workers.append(DriftMonitor(mine.head, mine.alpha))
+            workers[-1].load_state_dict(state)
+        return workers[0].merge(*workers[1:]).report()

@@ -1,0 +1,1 @@
+"""From evidence to probabilities, p-values and joint scores."""

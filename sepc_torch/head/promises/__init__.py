@@ -1,0 +1,1 @@
+"""Thresholds and decisions with guarantees."""

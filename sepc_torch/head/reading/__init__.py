@@ -1,0 +1,1 @@
+"""From any source of embeddings to coordinates: sources, two passes, projection."""

@@ -1,0 +1,1 @@
+"""Scikit-learn estimators: the paper's classifier, and trust for any other classifier (extra ``sklearn``)."""
