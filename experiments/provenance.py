@@ -1,9 +1,9 @@
 """Stamps on results: which command measured them, when, and on which sources.
 
 The sources of a result are two hashes: one of the package's Python files, one of the script and of the modules in
-experiments/ that it imports. Both cover code: comments, docstrings and layout do not count. The hash of the package
-covers paths too, that of a script does not, because a script that moves stays what it is. Nothing of the machine or of
-version control enters.
+experiments/ that it imports. Both cover code: comments, docstrings and blank lines do not count. The hash of the
+package covers paths too, that of a script does not, because a script that moves stays what it is. Nothing of the
+machine, of Python or of version control enters.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import hashlib
 import re
 import shlex
 import sys
+import tokenize
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,18 @@ def read_sources(root: Path = ROOT) -> dict[str, bytes]:
 
 @cache
 def code(source: bytes) -> bytes:
-    """The code of a file as Python writes it, without comments and docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """The lines of a file without comments, docstrings and blank lines; the same in every version of Python."""
+    text = source.decode()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, False) is not None:
-            node.body[:1] = [ast.Pass()]
-    return ast.unparse(tree).encode()
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
 
 
 def digest(files: Files) -> str:

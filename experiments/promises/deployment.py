@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 
 from experiments.harness import arguments, write_results
 from experiments.panel.cases import (
@@ -174,14 +175,16 @@ def deploy(head: TrustHead, test: Pool, changed: Pool, seed: int, even: bool) ->
     return Run(missed, alarm, before, wrong, restored, accepted / 1000, early)
 
 
-def summary(name: str, kind: str, head: TrustHead, test: Pool, changed: Pool, runs: int, seed: int) -> dict[str, Any]:
+def summary(
+    name: str, kind: str, head: TrustHead, test: Pool, changed: Pool, runs: int, seed: int, parallel: Parallel
+) -> dict[str, Any]:
     """One row of the table."""
     assert head.promise is not None
     plain = changed.out.accept.numpy()
     found: dict[str, Any] = {"network": name, "change": kind, "risk": head.promise.risk}
     found |= {"true_risk": changed.risk(plain), "plain_accepted": float(changed.share[plain].sum())}
     for method in METHODS:
-        ends = [deploy(head, test, changed, seed + i, method == "even") for i in range(runs)]
+        ends = parallel(delayed(deploy)(head, test, changed, seed + i, method == "even") for i in range(runs))
         restored = np.array([end.labels for end in ends])
         known = restored[np.isfinite(restored)]
         found[method] = {
@@ -216,33 +219,39 @@ def martingales(head: TrustHead, test: Pool, changed: Pool, runs: int, seed: int
     return {name: _median(delays) for name, delays in found.items()}
 
 
-def false_alarms(streams: int, length: int, seed: int) -> dict[str, Any]:
+def false_alarms(streams: int, length: int, seed: int, parallel: Parallel) -> dict[str, Any]:
     """Share of streams without a change in which the guard ever suspends the promise; each has its own calibration."""
-    rng = np.random.default_rng(seed)
+    head = TrustHead.fit(*_ordinary(np.random.default_rng(seed), 300), normalize=None, reference_points=0)
+    found = parallel(delayed(_suspended)(head, length, seed, i) for i in range(streams))
+    known = [alarm for alarm in found if alarm is not None]
+    return {"streams": len(known), "length": length, "alarms": float(np.mean(known)) if known else 0.0}
 
-    def draw(count: int) -> tuple[Array, Array]:
-        y = rng.integers(0, 3, count)
-        return rng.normal(size=(count, 4)) + 2.5 * np.eye(3, 4)[y], y
 
-    head, alarms, kept_streams = TrustHead.fit(*draw(300), normalize=None, reference_points=0), 0, 0
+def _ordinary(rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+    y = rng.integers(0, 3, count)
+    return rng.normal(size=(count, 4)) + 2.5 * np.eye(3, 4)[y], y
+
+
+def _suspended(head: TrustHead, length: int, seed: int, number: int) -> bool | None:
+    """Whether the guard of one stream suspends its promise; None if the calibration allows no promise."""
+    rng = np.random.default_rng([seed, number])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for i in range(streams):
-            head.calibrate(*draw(400))
-            if not head.accept_at(risk=0.1).found:
-                continue
-            guard, kept_streams = Guard(head, on_alarm="refuse", seed=i), kept_streams + 1
-            z, y = draw(length)
-            found = guard.judge(z)
-            chosen = guard.ask(length // 10)
-            guard.update(chosen, y[chosen.numpy()])
-            alarms += found.state != "holds" or guard.state != "holds"
-    return {"streams": kept_streams, "length": length, "alarms": alarms / max(kept_streams, 1)}
+        head.promise = None
+        head.calibrate(*_ordinary(rng, 400))
+        if not head.accept_at(risk=0.1).found:
+            return None
+        guard = Guard(head, on_alarm="refuse", seed=number)
+        z, y = _ordinary(rng, length)
+        found = guard.judge(z)
+        chosen = guard.ask(length // 10)
+        guard.update(chosen, y[chosen.numpy()])
+        return found.state != "holds" or guard.state != "holds"
 
 
 def main(options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message="Classes with fewer than")
-    rows = []
+    rows, parallel = [], Parallel(n_jobs=options.jobs)
     for case, risk in cases(options.seed, options.smoke):
         rng = np.random.default_rng(options.seed)
         head = TrustHead.fit(case.train.z, case.train.y, classes=np.arange(case.train.logits.shape[1]))
@@ -251,10 +260,10 @@ def main(options: argparse.Namespace) -> None:
             continue
         test, runs = pool(head, case.test), 1 if options.smoke else options.runs
         for kind, changed in pools(case, head, rng).items():
-            row = summary(case.name, kind, head, test, changed, runs, options.seed)
+            row = summary(case.name, kind, head, test, changed, runs, options.seed, parallel)
             rows.append(row | {"crepes": martingales(head, test, changed, min(runs, 5), options.seed)})
             print(rows[-1], flush=True)
-    false = false_alarms(3 if options.smoke else options.streams, 1000, options.seed)
+    false = false_alarms(3 if options.smoke else options.streams, 1000, options.seed, parallel)
     print(false)
     if not options.smoke:
         about = {"runs": options.runs, "batch": BATCH, "ordinary": ORDINARY, "changed": CHANGED, "delay": DELAY}
@@ -263,7 +272,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, jobs=True)
     parser.add_argument("--runs", type=int, default=20, help="deployments of every change")
     parser.add_argument("--streams", type=int, default=1000, help="streams without a change")
     main(parser.parse_args())

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 
 from experiments.harness import arguments, write_results
 from experiments.panel.cases import Case, paper_tables, resnet_case, table_case
@@ -74,17 +75,28 @@ def watch(monitor: RiskMonitor, draw: Draw, explore: float, batches: int, until:
     return report
 
 
+def stream(
+    make: Callable[[np.random.Generator], Draw], risk: float, explore: float, batches: int, seed: int, number: int
+) -> RiskReport:
+    """The report on one stream, when the risk is known to be kept or broken, or at the end."""
+    draw = make(np.random.default_rng([seed, number]))
+    return watch(RiskMonitor(None, risk, ALPHA, seed=number), draw, explore, batches, ("holds", "broken"))
+
+
 def labels_needed(
-    make: Callable[[np.random.Generator], Draw], risk: float, above: bool, streams: int, batches: int, seed: int
+    make: Callable[[np.random.Generator], Draw],
+    risk: float,
+    above: bool,
+    streams: int,
+    batches: int,
+    seed: int,
+    parallel: Parallel,
 ) -> dict[str, Any]:
     """For each way of asking: median labels until the right state, and shares of streams that reach it or the other."""
     right, wrong = ("broken", "holds") if above else ("holds", "broken")
     found: dict[str, Any] = {"state": right}
     for name, explore in ASKING.items():
-        ends = []
-        for i in range(streams):
-            monitor, draw = RiskMonitor(None, risk, ALPHA, seed=i), make(np.random.default_rng([seed, i]))
-            ends.append(watch(monitor, draw, explore, batches, ("holds", "broken")))
+        ends = parallel(delayed(stream)(make, risk, explore, batches, seed, i) for i in range(streams))
         labels = float(np.median([end.overall.labels if end.state == right else math.inf for end in ends]))
         found[name] = labels if math.isfinite(labels) else None
         found[f"{name}_reached"] = float(np.mean([end.state == right for end in ends]))
@@ -92,17 +104,19 @@ def labels_needed(
     return found
 
 
-def false_alarms(streams: int, batches: int, seed: int) -> dict[str, float]:
+def broken(explore: float, groups: int, batches: int, seed: int, number: int) -> bool:
+    """Whether a stream with the error at the risk is ever broken."""
+    monitor = RiskMonitor(None, RISK, ALPHA, groups=range(groups) if groups else None, seed=number)
+    draw = simulated(RISK, True, np.random.default_rng([seed, number, groups]))
+    return watch(monitor, draw, explore, batches, ("broken",)).state == "broken"
+
+
+def false_alarms(streams: int, batches: int, seed: int, parallel: Parallel) -> dict[str, float]:
     """Share of streams with the error at the risk that are ever broken."""
-    found = {}
-    for name, explore, groups in (("even", 1.0, 0), ("active", 0.5, 0), ("active, 4 groups", 0.5, 4)):
-        broken = 0
-        for i in range(streams):
-            monitor = RiskMonitor(None, RISK, ALPHA, groups=range(groups) if groups else None, seed=i)
-            draw = simulated(RISK, True, np.random.default_rng([seed, i, groups]))
-            broken += watch(monitor, draw, explore, batches, ("broken",)).state == "broken"
-        found[name] = broken / streams
-    return found
+    return {
+        name: float(np.mean(parallel(delayed(broken)(explore, groups, batches, seed, i) for i in range(streams))))
+        for name, explore, groups in (("even", 1.0, 0), ("active", 0.5, 0), ("active, 4 groups", 0.5, 4))
+    }
 
 
 def networks(smoke: bool, seed: int) -> list[tuple[Case, float]]:
@@ -113,13 +127,14 @@ def networks(smoke: bool, seed: int) -> list[tuple[Case, float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, jobs=True)
     parser.add_argument("--streams", type=int, default=1000, help="streams with the error at the risk")
     parser.add_argument("--draws", type=int, default=50, help="streams of every other error")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Classes with fewer than")
     streams, draws, batches = (4, 2, 4) if options.smoke else (options.streams, options.draws, BATCHES)
     rows: list[dict[str, Any]] = []
+    parallel = Parallel(n_jobs=options.jobs)
 
     def add(about: dict[str, Any], found: dict[str, Any]) -> None:
         rows.append(about | found)
@@ -129,7 +144,7 @@ def main() -> None:
         for ratio in ERRORS[2::2] if options.smoke else ERRORS:
             about = {"stream": f"simulated, {name}", "risk": RISK, "error": ratio * RISK}
             make = partial(simulated, ratio * RISK, name == "informative")
-            add(about, labels_needed(make, RISK, ratio > 1, draws, batches, options.seed))
+            add(about, labels_needed(make, RISK, ratio > 1, draws, batches, options.seed, parallel))
     for case, risk in networks(options.smoke, options.seed):
         head = TrustHead.fit(case.train.z, case.train.y, classes=np.arange(case.train.logits.shape[1]))
         head.calibrate(*case.calibration).accept_at(risk=risk)
@@ -137,8 +152,9 @@ def main() -> None:
             out = head.judge(given.z, given.logits)
             error = float((out.network_label.numpy() != given.y)[out.accept.numpy()].mean())
             about = {"stream": f"{case.name}, {name}", "risk": risk, "error": error}
-            add(about, labels_needed(partial(of_rows, out, given.y), risk, error > risk, draws, batches, options.seed))
-    false = false_alarms(streams, 2 if options.smoke else 20, options.seed)
+            make = partial(of_rows, out, given.y)
+            add(about, labels_needed(make, risk, error > risk, draws, batches, options.seed, parallel))
+    false = false_alarms(streams, 2 if options.smoke else 20, options.seed, parallel)
     print(false)
     if not options.smoke:
         about = {"alpha": ALPHA, "batch": BATCH, "budget": BUDGET, "batches": BATCHES, "draws": draws}

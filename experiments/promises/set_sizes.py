@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 
 from experiments.harness import arguments, write_results
 from experiments.panel.cases import (
@@ -98,6 +99,7 @@ def some(rows: Rows, count: int, rng: np.random.Generator) -> Rows:
 
 def measure(case: Case, draws: int, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Sizes of sets and quality of probabilities of a network, means over draws."""
+    torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     classes = case.train.logits.shape[1]
     with warnings.catch_warnings():
@@ -155,8 +157,7 @@ def quality(p: torch.Tensor, y: torch.Tensor) -> list[float]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    torch.set_num_threads(1)
+    options = arguments(__doc__, jobs=True).parse_args()
     if options.smoke:
         cases: list[Case | None] = [table_case("digits", paper_tables()["digits"], 0, open_set=True, epochs=5)]
     else:
@@ -164,13 +165,13 @@ def main() -> None:
         cases = [resnet_case(10), resnet_case(100), fashion_case(), clinc_case()]
         cases += [table_case(name, data, options.seed, open_set=True) for name, data in some_tables.items()]
     sets, probabilities = [], []
-    for case in cases:
-        if case is not None:
-            sizes, qualities = measure(case, 2 if options.smoke else DRAWS, options.seed)
-            for row in (*sizes, *qualities):
-                print({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
-            sets += sizes
-            probabilities += qualities
+    draws, present = 2 if options.smoke else DRAWS, [case for case in cases if case is not None]
+    found = Parallel(n_jobs=options.jobs)(delayed(measure)(case, draws, options.seed) for case in present)
+    for sizes, qualities in found:
+        for row in (*sizes, *qualities):
+            print({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
+        sets += sizes
+        probabilities += qualities
     if options.smoke or None in cases:
         print("nothing written" if options.smoke else "nothing written: the results need all files of SEPC_DATA")
         return

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+from joblib import Parallel, delayed
 
 from experiments.harness import arguments, write_results
 from experiments.panel.cases import Case, Rows, fashion_case, paper_tables, resnet_case, table_case
@@ -46,10 +47,10 @@ def judged(out: HeadPrediction, accept: Array, y: Array, weight: Array) -> tuple
     return float(accepted), float(wrong / accepted) if accepted > 0 else 0.0
 
 
-def draw(
-    head: TrustHead, known: Rows, case: Case, rng: np.random.Generator
-) -> dict[str, dict[str, tuple[float, float]]]:
+def draw(head: TrustHead, known: Rows, case: Case, seed: int, number: int) -> dict[str, dict[str, tuple[float, float]]]:
     """Of one calibration, for every change and rule: accepted share and risk."""
+    warnings.simplefilter("ignore")  # of promises that are refused
+    rng = np.random.default_rng([seed, len(case.train.y), number])
     order = rng.permutation(len(known.y))
     count = min(CALIBRATION, len(order) // 2)
     head.promise = None
@@ -78,10 +79,9 @@ def draw(
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, jobs=True)
     parser.add_argument("--draws", type=int, default=12, help="calibrations of each network")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of promises that are refused
     rows = []
     for case in cases(options.seed, options.smoke):
         rng = np.random.default_rng([options.seed, len(case.train.y)])
@@ -93,7 +93,8 @@ def main() -> None:
         }
         head = TrustHead.fit(case.train.z[some], case.train.y[some], nan_policy="flag", progress=False, **settings)
         known = Rows(*(np.concatenate(pair) for pair in zip(case.calibration, case.test, strict=True)))
-        found = [draw(head, known, case, rng) for _ in range(2 if options.smoke else options.draws)]
+        draws = range(2 if options.smoke else options.draws)
+        found = Parallel(n_jobs=options.jobs)(delayed(draw)(head, known, case, options.seed, i) for i in draws)
         for change in found[0]:
             row: dict[str, Any] = {"network": case.name, "change": change}
             for rule in RULES:
