@@ -386,6 +386,8 @@ def poisson_interval(risk: float, bound: float) -> tuple[float, float]:
 class DriftMonitor:
     """Watches whether a stream still looks like the calibration points of a head.
 
+    A monitor is not safe for several threads: give every worker its own, with its own seed, and merge them.
+
     Args:
         head: A calibrated head, with its threshold set; its calibration rows must not have come in units.
         alpha: Probability of *ever* raising an alarm without drift.
