@@ -5,8 +5,8 @@ with cosine decay, flips and crops. Near unknowns are the other CIFAR and Tiny I
 Known test pictures are split at random: a tenth calibrates, the others test. Differences to OpenOOD: training runs in
 bfloat16 and leaves out the last, smaller batch of an epoch; the split of CIFAR into training and test pictures is
 drawn at random, with equal classes in the test set; a part of CIFAR-10's training set (1135 pictures) is missing; Tiny
-ImageNet keeps the classes that overlap with CIFAR; SVHN and Places365 are missing among the far unknowns. Only near
-figures can therefore be compared with the published ones.
+ImageNet keeps the classes that overlap with CIFAR; the textures are of ten classes; SVHN and Places365 are missing
+among the far unknowns. Only near figures can therefore be compared with the published ones.
 
     python -m experiments.panel.openood train --set cifar100 --seed 0    # on a GPU, about 8 minutes
     python -m experiments.panel.openood                                  # collect the figures of all trainings
@@ -309,30 +309,57 @@ def activations(network: ResNet18, pictures: Pictures, device: torch.device) -> 
     return Network(parts, (network.classifier.weight.detach(), network.classifier.bias.detach()))
 
 
-def store(network: Network, epochs: int, path: Path, rng: np.random.Generator) -> None:
-    """Store a sample of rows: logits in float16, activations in 8 bits on a root scale, which their skewness asks for.
+def in_turn(y: Array, count: int, order: Array | None = None) -> Array:
+    """At most ``count`` rows, from every class in turn: the classes differ by one row at most while they last.
 
-    An activation is (byte * scale)^2, with one scale per feature; activations after a ReLU are not negative.
+    Args:
+        y: The label of every row.
+        count: The number of rows.
+        order: The order in which the rows of a class are taken; by default that of ``y``.
     """
+    order = np.arange(len(y)) if order is None else order
+    ranks = np.empty(len(y))
+    for label in np.unique(y):
+        own = order[y[order] == label]
+        ranks[own] = np.arange(len(own))
+    found: Array = order[np.argsort(ranks[order], kind="stable")][:count]
+    return found
+
+
+def quantised(parts: dict[str, Array], levels: int = 255) -> tuple[dict[str, Array], Array]:
+    """Embeddings of all parts in one byte each on a root scale, and the scale of every feature.
+
+    An embedding is (byte * scale)^2 with the sign of the byte. Without a negative value, as after a ReLU, bytes have no
+    sign and at most ``levels``, otherwise at most half of it.
+    """
+    signed = any(bool((z < 0).any()) for z in parts.values())
+    most = levels // 2 if signed else levels
+    roots = {part: np.sign(z) * np.abs(z) ** 0.5 for part, z in parts.items()}
+    scale = np.max([np.abs(root).max(axis=0) for root in roots.values()], axis=0) / most
+    scale = np.where(scale > 0, scale, 1).astype(np.float32)
+    kind = np.int8 if signed else np.uint8
+    return {part: np.round(root / scale).astype(kind) for part, root in roots.items()}, scale
+
+
+def dequantised(values: Array, scale: Array) -> Array:
+    """The embeddings that ``quantised`` stored, in float32."""
+    root = values * scale
+    found: Array = (np.abs(root) * root).astype(np.float32)
+    return found
+
+
+def store(network: Network, epochs: int, path: Path, rng: np.random.Generator) -> None:
+    """Store a sample of rows: logits in float16, activations in 8 bits on a root scale as their skewness asks."""
     kept = {}
     for part, rows in network.parts.items():
         y = rows.y.cpu().numpy()
-        count = min(SAMPLE.get(part, SAMPLE_UNKNOWN), len(y))
-        # Random rows in turn from every class: the classes of a sample differ by one row at most.
-        order = rng.permutation(len(y))
-        ranks = np.empty(len(y))
-        for label in np.unique(y):
-            own = order[y[order] == label]
-            ranks[own] = np.arange(len(own))
-        kept[part] = order[np.argsort(ranks[order], kind="stable")][:count]
+        kept[part] = in_turn(y, SAMPLE.get(part, SAMPLE_UNKNOWN), rng.permutation(len(y)))
     weight, bias = network.classifier
     arrays = {"epochs": np.array(epochs), "weight": weight.cpu().numpy(), "bias": bias.cpu().numpy()}
     for stage in STAGES:
-        roots = {part: rows.stages[stage].cpu().numpy()[kept[part]] ** 0.5 for part, rows in network.parts.items()}
-        scale = np.max([root.max(axis=0) for root in roots.values()], axis=0) / 255
-        scale = np.where(scale > 0, scale, 1).astype(np.float32)
-        arrays[f"scale_{stage}"] = scale
-        arrays |= {f"{part}_{stage}": np.round(root / scale).astype(np.uint8) for part, root in roots.items()}
+        found = {part: rows.stages[stage].cpu().numpy()[kept[part]] for part, rows in network.parts.items()}
+        values, arrays[f"scale_{stage}"] = quantised(found)
+        arrays |= {f"{part}_{stage}": own for part, own in values.items()}
     for part, rows in network.parts.items():
         arrays[f"{part}_logits"] = rows.logits.cpu().numpy()[kept[part]].astype(np.float16)
         arrays[f"{part}_y"] = rows.y.cpu().numpy()[kept[part]].astype(np.int16)
@@ -345,7 +372,8 @@ def stored(path: Path) -> tuple[Network, int]:
     parts = {}
     for part in (name.removesuffix("_logits") for name in arrays if name.endswith("_logits")):
         stages = {
-            stage: torch.from_numpy(np.square(arrays[f"{part}_{stage}"] * arrays[f"scale_{stage}"])) for stage in STAGES
+            stage: torch.from_numpy(dequantised(arrays[f"{part}_{stage}"], arrays[f"scale_{stage}"]))
+            for stage in STAGES
         }
         labels, logits = (torch.from_numpy(arrays[f"{part}_{name}"]) for name in ("y", "logits"))
         parts[part] = Features(stages, labels.long(), logits.float())
