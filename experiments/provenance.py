@@ -1,9 +1,9 @@
 """Stamps on results: which command measured them, when, and on which sources.
 
-The sources of a result are two hashes: one of the package's Python files, one of the script and of the modules in
-experiments/ that it imports. Both cover code: comments, docstrings and blank lines do not count. The hash of the
-package covers paths too, that of a script does not, because a script that moves stays what it is. Nothing of the
-machine, of Python or of version control enters.
+The sources of a result are two hashes: one of the script and of the modules in experiments/ that it imports, one of the
+modules of the package that these import, directly or through others, anywhere in a file. Both cover code:
+comments, docstrings and blank lines do not count. The hash of the package covers paths too, that of a script does not,
+because a script that moves stays what it is. Nothing of the machine, of Python or of version control enters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from io import StringIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, EXPERIMENTS = "sepc_torch", "experiments"
 # Twelve hexadecimal digits: short enough for a table, and two states of the sources practically never share them.
 DIGITS = 12
+# Stands for names that are made at run time.
+_ANY = "*"
 
 Files = Mapping[str, bytes]
 
@@ -62,27 +64,76 @@ def digest(files: Files) -> str:
 
 def script_files(script: str, files: Files) -> dict[str, bytes]:
     """A script, such as ``paper.iris``, and the modules in experiments/ that it imports, directly or through others."""
+    return _closure([f"{EXPERIMENTS}.{script}"], files, EXPERIMENTS)
+
+
+def package_files(script: str, files: Files) -> dict[str, bytes]:
+    """The modules of the package that a script and its modules import, directly or through others."""
+    names = [name for source in script_files(script, files).values() for name in _imported(source)]
+    return _closure(names, files, PACKAGE)
+
+
+def _closure(names: list[str], files: Files, folder: str) -> dict[str, bytes]:
+    """The modules of some names in a folder, and those in it that they import, directly or through others.
+
+    A public name of the package stands for its module. A module that imports by names made at run time brings all of
+    its folder.
+    """
+    homes, root = _homes(files.get(f"{PACKAGE}/__init__.py", b"")), f"{PACKAGE}/__init__.py"
     found: dict[str, bytes] = {}
-    waiting = [f"{EXPERIMENTS}.{script}"]
+    waiting = list(names)
     while waiting:
-        path = waiting.pop().replace(".", "/") + ".py"
-        if path in files and path not in found:
-            found[path] = files[path]
-            waiting += _imported(files[path])
+        path = homes.get(name := waiting.pop(), name).replace(".", "/")
+        modules = [f"{part}{end}" for part in (*PurePosixPath(path).parents, path) for end in (".py", "/__init__.py")]
+        for module in modules:
+            if module in files and module.startswith(f"{folder}/") and module not in found and module != root:
+                found[module] = files[module]
+                imported = _imported(files[module])
+                waiting += imported - {_ANY}
+                if _ANY in imported:
+                    own = f"{module.rpartition('/')[0]}/"
+                    waiting += [other.removesuffix(".py") for other in files if other.startswith(own)]
     return found
 
 
-def _imported(source: bytes) -> set[str]:
-    """The names that the modules of experiments/ are imported from, and the imported names behind them."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    return {name for node in found for name in (f"{node.module}", *(f"{node.module}.{a.name}" for a in node.names))}
+@cache
+def _homes(source: bytes) -> dict[str, str]:
+    """The module of every public name of the package, from the table in its ``__init__.py``."""
+    tables = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_NAMES"
+    ]
+    return {
+        f"{PACKAGE}.{name}": f"{PACKAGE}.{module}"
+        for table in tables
+        for module, names in table.items()
+        for name in names
+    }
+
+
+@cache
+def _imported(source: bytes) -> frozenset[str]:
+    """Names that a module imports, with the modules they come from, and modules that it names in texts."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ImportFrom():
+                found |= {f"{node.module}", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            case ast.Import():
+                found |= {alias.name for alias in node.names}
+            case ast.Constant(value=str(text)) if re.fullmatch(rf"{PACKAGE}(\.\w+)+", text):
+                found.add(text)
+            case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module")):
+                found.add(_ANY)
+    return frozenset(found)
 
 
 def hashes(script: str, files: Files) -> dict[str, str]:
-    """The hash of the package and that of the script with its modules."""
-    package = {path: content for path, content in files.items() if path.startswith(f"{PACKAGE}/")}
+    """The hash of the modules of the package, and that of the script with its modules."""
     contents = sorted(script_files(script, files).values(), key=code)
-    return {"package": digest(package), "script": digest({str(i): text for i, text in enumerate(contents)})}
+    own = {str(i): text for i, text in enumerate(contents)}
+    return {"package": digest(package_files(script, files)), "script": digest(own)}
 
 
 def script_of(command: str) -> str:

@@ -45,6 +45,8 @@ class Section(NamedTuple):
 
     def text(self) -> str:
         found = {name: load(name) for name in self.results}
+        if not all(found.values()):
+            return "Not measured yet."
         text = self.write(found) if self.by_name else self.write(*found.values())
         return f"{text}\n\n{measured_on(found, SOURCES)}" if self.dated else text
 
@@ -164,6 +166,7 @@ PAGES: dict[str, dict[str, Section]] = {
     "docs/panel.md": {
         "summary": Section(panel.summary, ("trust_panel",)),
         "groups": Section(panel.groups, ("trust_panel", "later_scores")),
+        "held_out": Section(panel.held_out, ("networks",)),
         "ablation": Section(panel.ablation, ("ablation",)),
         "panel": Section(panel.panel, ("trust_panel",)),
         "chosen_without": Section(panel.chosen_without, ("leave_one_out",)),

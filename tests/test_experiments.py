@@ -288,10 +288,16 @@ def test_every_result_is_stamped(path: Path) -> None:
 def tree(tmp_path: Path) -> Path:
     """A small copy of the repository: a package, a script, a module that it imports, and one that it does not."""
     files = {
-        "sepc_torch/__init__.py": "",
-        "sepc_torch/model/sepc.py": "a = 1\n",
+        "sepc_torch/__init__.py": '_NAMES = {"model.sepc": ["SEPC"], "report": ["write"]}\n',
+        "sepc_torch/model/__init__.py": "",
+        "sepc_torch/model/sepc.py": "def f():\n    from sepc_torch.model.rules import rule\n",
+        "sepc_torch/model/rules.py": "rule = 1\n",
+        "sepc_torch/report/__init__.py": "from sepc_torch.model.sepc import SEPC\n",
+        "sepc_torch/cli/__init__.py": "",
+        "sepc_torch/cli/shell.py": "import_module(name)\n",
+        "sepc_torch/cli/scoring.py": "",
         "experiments/paper/script.py": "from experiments.paper import first\n",
-        "experiments/paper/first.py": "from experiments.second import number\n",
+        "experiments/paper/first.py": "from experiments.second import number\nfrom sepc_torch import SEPC\n",
         "experiments/second.py": "number = 1\n",
         "experiments/paper/other.py": "from experiments.paper import script\n",
         "README.md": "text\n",
@@ -306,9 +312,11 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("sepc_torch/__init__.py", {"package"}),
-        ("sepc_torch/model/sepc.py", {"package"}),
-        ("sepc_torch/model/new.py", {"package"}),
+        ("sepc_torch/model/sepc.py", {"package"}),  # the module of a public name
+        ("sepc_torch/model/rules.py", {"package"}),  # imported by it
+        ("sepc_torch/model/__init__.py", {"package"}),
+        ("sepc_torch/model/new.py", set()),
+        ("sepc_torch/report/__init__.py", set()),
         ("experiments/paper/script.py", {"script"}),
         ("experiments/second.py", {"script"}),  # imported by a module that the script imports
         ("experiments/paper/other.py", set()),
@@ -322,9 +330,19 @@ def test_a_hash_changes_with_its_sources_only(tree: Path, name: str, changed: se
     assert provenance.hashes("paper.script", provenance.read_sources(tree)) == before
     path = tree / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("edited = True\n")
+    with path.open("a") as file:
+        file.write("edited = True\n")
     after = provenance.hashes("paper.script", provenance.read_sources(tree))
     assert {key for key in before if before[key] != after[key]} == changed
+
+
+def test_a_module_that_a_script_runs_counts(tree: Path) -> None:
+    """It is named in a text, and imports others by names that are made at run time."""
+    (tree / "experiments/paper/script.py").write_text('command = ["python", "-m", "sepc_torch.cli.shell"]\n')
+    files = provenance.read_sources(tree)
+    assert provenance.package_files("paper.script", files).keys() == {
+        f"sepc_torch/cli/{name}.py" for name in ("__init__", "shell", "scoring")
+    }
 
 
 def test_a_script_that_moves_keeps_its_hash(tree: Path) -> None:
@@ -377,7 +395,7 @@ def test_a_result_is_stamped_with_the_command_that_ran(ran: argparse.Namespace) 
     assert stamp["command"] == "python -m experiments.paper.iris --seed 3"
     assert stamp["sources"] == provenance.hashes("paper.iris", harness.SOURCES)
     assert not provenance.older(stamp, harness.SOURCES)
-    assert provenance.older(stamp, {**harness.SOURCES, "sepc_torch/new.py": b""})
+    assert provenance.older(stamp, {**harness.SOURCES, "sepc_torch/ellipsoid.py": b""})
 
 
 def test_parts_are_chosen_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:

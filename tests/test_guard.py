@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import parser
 from scipy.stats import binom
 
 from sepc_torch import DriftMonitor, FileFormatError, Guard, HeadPrediction, RiskMonitor, Scorer, TrustHead
+from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.head.guard import GuardedPrediction, GuardReport, _Trial
 from sepc_torch.head.reasons import Reason
 from sepc_torch.head.risk_monitor import log_above, log_below
@@ -538,6 +539,20 @@ async def request(app: Any, method: str, path: str, body: Any = None) -> tuple[i
 
 
 class TestUse:
+    def test_a_head_of_a_table_is_given_tables(self, rng: Rng) -> None:
+        table = {"a": rng.normal(size=900), "city": rng.choice(["Oslo", "Rome"], 900)}
+        labels = np.where(table["a"] > 0, "high", "low")
+        encoding = TableEncoding.fit(table, ["a"], ["city"])
+        head = TrustHead.fit(encoding.encode(table).points[:200], labels[:200], normalize=None, encoding=encoding)
+
+        def part(rows: slice) -> dict[str, np.ndarray]:
+            return {name: column[rows] for name, column in table.items()}
+
+        head.calibrate(part(slice(200, 700)), labels[200:700]).accept_at(risk=0.2)
+        found = Guard(head).judge(part(slice(700, 900)))
+        assert found.state == "holds"
+        assert found.out.accept.tolist() == head.judge(part(slice(700, 900))).accept.tolist()
+
     def test_ids_of_the_caller(self, head: TrustHead, rng: Rng) -> None:
         guard, (z, y, logits) = quiet(head), draw(rng, 100)
         names = 7 * np.arange(100) + 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -36,17 +36,20 @@ def groups(case: Case) -> dict[str, Rows]:
     return {"test": case.test, **case.unknown, **case.shifted}
 
 
-def peer_scores(case: Case) -> Scores:
-    """Every peer's confidence in every group of rows."""
+def peer_scores(case: Case, names: Collection[str] = tuple(PEERS)) -> Scores:
+    """Every peer's confidence in every group of rows; ``names`` are the wanted peers."""
     parts = groups(case)
     z = tensor(np.concatenate([rows.z for rows in parts.values()]))
     logits = tensor(np.concatenate([rows.logits for rows in parts.values()])).double()
     train, labels = tensor(case.train.z), tensor(case.train.y)
     classifier = None if case.classifier is None else (tensor(case.classifier[0]), tensor(case.classifier[1]))
     calibration = tensor(case.calibration.logits).double(), tensor(case.calibration.y)
-    found = baseline_scores(train, labels, z, logits, tensor(case.train.logits), calibration, classifier)
-    found["trust_score_1"] = TrustScore.fit(train, labels, neighbour=1).score(z, logits.argmax(dim=1))
-    found["knn_50"] = NearestNeighbours.fit(train, labels, k=min(50, int(labels.bincount().min()))).score(z)
+    listed = [name for name in BASELINES if name in names]
+    found = baseline_scores(train, labels, z, logits, tensor(case.train.logits), calibration, classifier, listed)
+    if "trust_score_1" in names:
+        found["trust_score_1"] = TrustScore.fit(train, labels, neighbour=1).score(z, logits.argmax(dim=1))
+    if "knn_50" in names:
+        found["knn_50"] = NearestNeighbours.fit(train, labels, k=min(50, int(labels.bincount().min()))).score(z)
     sizes = [len(rows.y) for rows in parts.values()]
     return {name: dict(zip(parts, score.split(sizes), strict=True)) for name, score in found.items()}
 
@@ -59,7 +62,8 @@ def head_scores(head: TrustHead, case: Case) -> Scores:
         "nonconformity": lambda out: -out.nonconformity,
         "joint": lambda out: out.joint,
         "trust": lambda out: out.network_trust,
-        "margin": lambda out: out.network_margin,
+        # Rows whose largest logit is not unique have no label, and no margin.
+        "margin": lambda out: torch.where(out.network_margin.isnan(), -torch.inf, out.network_margin),
         "accept": lambda out: out.accept,
     }
     return {field: {name: value(out).double() for name, out in outs.items()} for field, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Tables of docs/panel.md: trust panel, ablation, constants chosen without a network, kinds of evidence, OpenOOD."""
+"""Tables of docs/panel.md: trust panel, held-out networks, ablation, constants, kinds of evidence, OpenOOD."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ NETWORKS = {
     "cifar100": "CIFAR-100",
 }
 OPEN = ", open"
+# Networks that nobody tuned on, by the names of their feature files.
+HELD_OUT = {
+    "cifar10_resnet20": "CIFAR-10, ResNet-20",
+    "cifar10_resnet56": "CIFAR-10, ResNet-56",
+    "mnist_lenet": "MNIST, LeNet",
+    "mnist6_lenet": "MNIST, six digits, LeNet",
+    "cifar100_lite2": "CIFAR-100, EfficientNet-Lite2",
+    "tinyimagenet_mobilenet": "Tiny ImageNet, MobileNetV2",
+    "textures_lite0": "textures, EfficientNet-Lite0",
+    "scenes_mobilenet": "scenes, MobileNetV2",
+    "clinc150_wordllama": "CLINC150, WordLlama",
+}
 
 
 class Question(NamedTuple):
@@ -292,6 +304,83 @@ def figure(row: Row, name: str) -> str:
 def difference(row: Row) -> str:
     """Ours less the best other score, with its interval."""
     return "{:+{form}} [{:+{form}}, {:+{form}}]".format(*row["change"], form=row["question"].form)
+
+
+def held_out(results: Row) -> str:
+    """Networks that nobody tuned on: a row for every question, a row for every network, and where the head loses."""
+    rows = answers(results, networks=False)
+    questions: list[Column] = [
+        ("question", lambda q: f"{q['question'].title}: {q['question'].unit}"),
+        *FIGURES,
+        ("networks", "networks"),
+        ("better, worse, within noise", lambda q: ", ".join(map(str, q["counts"])) if any(q["counts"]) else ""),
+    ]
+    own = {question.title: by_network(results, False, question) for question in QUESTIONS}
+
+    def compared(question: Question) -> Callable[[Row], str]:
+        """Ours / the best other score of this network; empty if it has no such rows."""
+
+        def text(row: Row) -> str:
+            found = own[question.title].get(row["set"])
+            if found is None:
+                return ""
+            best = (max if question.larger else min)(
+                (name for name in results["peers"] if name in found), key=lambda name: found[name]
+            )
+            pair = {"question": question, "ours": found[question.ours], "theirs": found[best]}
+            return f"{figure(pair, 'ours')} / {figure(pair, 'theirs')} {results['peers'][best]}"
+
+        return text
+
+    def promised(name: str) -> Callable[[Row], str]:
+        """Accepted share of known and of unknown rows, and in how many runs the promise is broken."""
+
+        def text(row: Row) -> str:
+            runs = [run["promise"][name] for run in row["runs"] if run["promise"]]
+            if not runs:
+                return ""
+            unknowns = [run["unknowns"] for run in runs if run["unknowns"] is not None]
+            others = f", unknown {mean(unknowns):.0%}" if unknowns else ""
+            return f"{mean(run['accepted'] for run in runs):.1%}{others}; {sum(run['broken'] for run in runs)}"
+
+        return text
+
+    columns: list[Column] = [
+        ("network", lambda r: HELD_OUT.get(r["set"], r["set"])),
+        ("accuracy", lambda r: mean(run["accuracy"] for run in r["runs"]), "{:.1%}"),
+        ("rows to fit, calibrate, test", lambda r: ", ".join(spaced(n) for n in r["runs"][0]["rows"].values())),
+        *((f"{q.title}: {q.unit}", compared(q)) for q in QUESTIONS if q.kind != "calibration"),
+        ("accepted, broken: ours", promised("head")),
+        ("max softmax", promised("softmax")),
+    ]
+    names = dict.fromkeys(run["set"] for run in results["runs"])
+    networks = [{"set": name, "runs": [run for run in results["runs"] if run["set"] == name]} for name in names]
+    return "\n\n".join(
+        [
+            f"{len(names)} networks, {len(results['seeds'])} seeds each:",
+            table(rows, questions),
+            losses(rows),
+            "Each network, ours / the best other score of this network and question:",
+            table(networks, columns),
+            "Bold is the better figure. Accepted: the share of known test rows, and of unknown rows, at a promised "
+            f"share of wrong labels of {results['share']:g} times the network's error (delta {results['delta']:g}), "
+            f"then in how many of the {len(results['seeds'])} seeds the accepted test rows break it. A seed redraws "
+            "the calibration and the test rows from both together.",
+        ]
+    )
+
+
+def losses(rows: list[Row]) -> str:
+    """The questions in which the head has a worse mean than the best other score, and those where that is clear."""
+    behind = []
+    for row in rows:
+        change, low, high = (value if row["question"].larger else -value for value in row["change"])
+        if change < 0:
+            clear = "clearly" if max(low, high) < 0 else "within the interval"
+            behind.append(f"{row['question'].title} ({clear})")
+    if not behind:
+        return "In the mean the head is behind the best other score in none of the questions."
+    return f"**In the mean the head is behind the best other score in: {', '.join(behind)}.**"
 
 
 def scores_of_group(results: Row, networks: bool) -> str:

@@ -337,7 +337,7 @@ class Guard:
             if self.threshold is not None:
                 out = out._replace(accept=(out.joint.double() >= self.threshold) & (out.network_label >= 0))
             self._next = max(self._next, int(names.max(initial=-1)) + 1)
-            points = None if z is None or self.drift is None else self.head.as_tensor(z)
+            points = None if z is None or self.drift is None else self.head.encode(z)  # keeps that it is encoded
             self._follow(out, _columns(out, names), points, with_logits)
             if self.on_alarm == "refuse" and self.state != "holds":
                 out = out._replace(accept=torch.zeros_like(out.accept))
@@ -582,7 +582,7 @@ class Guard:
         return self.risk
 
     def _follow(
-        self, out: HeadPrediction, rows: dict[str, Array], points: Float[Tensor, "B D"] | None, with_logits: bool
+        self, out: HeadPrediction, rows: dict[str, Array], points: Float[Array, "B D"] | None, with_logits: bool
     ) -> None:
         """Go through rows in their order; an alarm among them begins a new epoch with the next row."""
         position, count, first = 0, len(rows["id"]), self._counts.rows
