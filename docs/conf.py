@@ -11,7 +11,10 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 from sphinx.writers.html5 import HTML5Translator
 
 from sepc_torch import __version__
@@ -119,6 +122,39 @@ def _left_out(app: Sphinx, what: str, name: str, member: object, skip: bool, opt
     return True if field or name in _INTERNAL or re.fullmatch(_HOOK, name) else None
 
 
+# Pages of other projects, by the names that autodoc finds. Sphinx's intersphinx would read their inventories from the
+# network in every build.
+_TORCH, _NUMPY = "https://docs.pytorch.org/docs/stable", "https://numpy.org/doc/stable/reference/generated"
+_ELSEWHERE = {
+    "numpy.dtype": f"{_NUMPY}/numpy.dtype.html",
+    "numpy.ndarray": f"{_NUMPY}/numpy.ndarray.html",
+    "torch.Tensor": f"{_TORCH}/tensors.html",
+    "torch._C.Generator": f"{_TORCH}/generated/torch.Generator.html",
+    "torch.device": f"{_TORCH}/tensor_attributes.html#torch.device",
+    "torch.dtype": f"{_TORCH}/tensor_attributes.html#torch.dtype",
+    "torch.nn.Module.to": f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module.to",
+    "torch.nn.modules.module.Module": f"{_TORCH}/generated/torch.nn.Module.html",
+    "torch.utils.data.dataloader.DataLoader": f"{_TORCH}/data.html#torch.utils.data.DataLoader",
+}
+
+
+def _other_names(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Element
+) -> nodes.reference | None:
+    """Link names of torch and NumPy to their pages, and a second name of a documented object to its entry."""
+    target = node.get("reftarget", "")
+    if target in _ELSEWHERE:
+        return nodes.reference("", "", content, refuri=_ELSEWHERE[target], internal=False)
+    if node.get("refdomain") != "py" or not target.startswith("sepc_torch."):
+        return None
+    last = f".{target.rpartition('.')[2]}"
+    same = [(name, entry) for name, entry in env.domains["py"].data["objects"].items() if name.endswith(last)]
+    if len(same) != 1:
+        return None
+    name, entry = same[0]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
+
+
 # Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines; on a
 # phone, more than a line). From so many columns on a table has a smaller type.
 _ONE_LINE, _PROSE, _PHONE, _MANY = 40, 100, 35, 7
@@ -193,6 +229,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _commands)
     app.connect("autodoc-process-signature", _without_constructor)
     app.connect("autodoc-process-docstring", _without_arguments, priority=400)  # before napoleon
+    app.connect("missing-reference", _other_names)
     app.connect("doctree-resolved", _cells_on_one_line)
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("autodoc-skip-member", _left_out)
