@@ -27,7 +27,7 @@ import experiments.tables.tables as tables
 from experiments.harness import FIGURES, RESULTS, SOURCES, load
 from experiments.provenance import ROOT, Files, older, stamps
 from experiments.speed.gpu_tables import gpu
-from experiments.table_writer import Column, Row, table
+from experiments.table_writer import Column, Row, spaced, table, text_table
 
 OLDER = ", on older sources"
 
@@ -129,8 +129,8 @@ def same_numbers(before: str, after: str) -> bool:
     return before.replace(OLDER, "") == after.replace(OLDER, "")
 
 
-def overview(results: Row, later: Row, head: Row) -> str:
-    """The networks and the tables of numbers apart, a row for every question; then the speed of a head."""
+def answers(results: Row, later: Row) -> str:
+    """The networks and the tables of numbers apart, a row for every question."""
     columns: list[Column] = [
         ("question", lambda row: f"{row['question'].title}: {row['question'].unit}"),
         ("ours", lambda row: panel.figure(row, "ours")),
@@ -143,13 +143,55 @@ def overview(results: Row, later: Row, head: Row) -> str:
         rows = panel.answers(panel.with_later(results, later), networks)
         texts.append(f"{'Networks' if networks else 'Tables'} ({', '.join(panel.set_names(results, networks))}):")
         texts.append(table([row for row in rows if row["question"].kind != "calibration"], columns))
+    return "\n\n".join(texts)
+
+
+def overview(results: Row, later: Row, head: Row) -> str:
+    """The answers of the trust panel; then the speed of a head."""
     largest = head["parts"]["gpu"]["rows"][-1]
-    texts.append(
+    note = (
         "Means; the best other score has the best mean, and a larger AUROC is better. All sets were looked at during "
         "the [design](docs/panel.md#networks-and-tables-apart). A GPU judges "
         f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md))."
     )
-    return "\n\n".join(texts)
+    return f"{answers(results, later)}\n\n{note}"
+
+
+def speed_summary(head: Row, classes: Row) -> str:
+    """Times of judging rows with a calibrated head, and of fits with many classes."""
+    heads, cpu = [head["parts"]["fashion"], head["parts"]["gpu"]], head["parts"]["cpu"]
+    most = max(row["rows"] for part in heads for row in part["rows"])
+
+    def times(rows: int, key: str) -> str:
+        found = [row[key] for part in heads for row in part["rows"] if row["rows"] == rows]
+        return f"{min(found):.2g} to {max(found):.2g} ms"
+
+    fits, device = classes["parts"], classes["parts"]["cores"]["device"]
+    large = fits["imagenet"]
+    rows: list[list[str]] = [
+        ["judge 1 row", "GPU", times(1, "head")],
+        ["judge 1 row, recorded as a CUDA graph", "GPU", times(1, "graph")],
+        [f"judge {spaced(most)} rows", "GPU", times(most, "head")],
+        *(
+            [f"judge {spaced(row['rows'])} row{'s' * (row['rows'] > 1)}", "CPU", f"{row['head']:.3g} ms"]
+            for row in cpu["rows"]
+        ),
+    ]
+    for fit, where, seconds in (
+        (fits["clinc"], "CPU", fits["clinc"]["cpu_s"]),
+        (device, "GPU and 16 cores", device["wall_s"]),
+        (large, "GPU and 16 cores", large["fit_s"]),
+    ):
+        cap = f", `max_per_class={fit['max_per_class']}`" if "max_per_class" in fit else ""
+        shape = f"{spaced(fit['points'])} rows of {fit['features']} features, {fit['classes']} classes{cap}"
+        rows.append([f"fit {shape}", where, f"{seconds:.2g} s"])
+    ellipsoids = [part["ellipsoids"] for part in (*heads, cpu)]
+    points = [part["reference_points"] for part in (*heads, cpu)]
+    return (
+        f"{text_table(['work', 'on', 'time'], rows)}\n\nThe GPU is an {heads[0]['device']}, the CPU one thread. The "
+        f"heads that judge have 64 features, {min(ellipsoids)} to {max(ellipsoids)} ellipsoids and "
+        f"{spaced(min(points))} to {spaced(max(points))} reference points."
+    )
 
 
 ALL = tuple(path.stem for path in sorted(RESULTS.glob("*.json")))
@@ -157,6 +199,12 @@ PAGES: dict[str, dict[str, Section]] = {
     "README.md": {"overview": Section(overview, ("trust_panel", "later_scores", "bench_head"), dated=False)},
     "docs/measurements.md": {
         "power": Section(promises.POWER, ("power",)),
+        "group_promises": Section(promises.GROUP_PROMISES, ("group_promises",)),
+        "unit_promises": Section(promises.UNIT_PROMISES, ("unit_promises",)),
+        "target": Section(promises.target, ("target",)),
+        "set_sizes": Section(promises.set_sizes, ("set_sizes",)),
+        "drift": Section(promises.drift, ("drift",)),
+        "novelties": Section(promises.novelties, ("novelties",)),
         "label_errors": Section(labels.label_errors, ("label_errors",)),
         "active": Section(labels.active, ("active_learning",)),
         "monitor_cost": Section(labels.MONITOR_COST, ("lightning_digits",)),
@@ -165,16 +213,20 @@ PAGES: dict[str, dict[str, Section]] = {
     },
     "docs/panel.md": {
         "summary": Section(panel.summary, ("trust_panel",)),
-        "groups": Section(panel.groups, ("trust_panel", "later_scores")),
+        "answers": Section(answers, ("trust_panel", "later_scores")),
         "held_out": Section(panel.held_out, ("networks",)),
-        "ablation": Section(panel.ablation, ("ablation",)),
+    },
+    "docs/panel_tables.md": {
+        "groups": Section(panel.groups, ("trust_panel", "later_scores")),
         "panel": Section(panel.panel, ("trust_panel",)),
         "chosen_without": Section(panel.chosen_without, ("leave_one_out",)),
         "evidence_kinds": Section(panel.evidence_kinds, ("evidence_kinds",)),
+        "ablation": Section(panel.ablation, ("ablation",)),
         "openood": Section(panel.openood, ("openood",)),
         "defaults": Section(panel.defaults, ("head_defaults",)),
     },
-    "docs/speed.md": {
+    "docs/speed.md": {"speed": Section(speed_summary, ("bench_head", "bench_classes"), dated=False)},
+    "docs/speed_tables.md": {
         "inference": Section(speed.INFERENCE, ("bench_inference",)),
         "head": Section(speed.head_speed, ("bench_head",)),
         "gpu": Section(gpu, ("bench_gpu",)),
@@ -186,19 +238,11 @@ PAGES: dict[str, dict[str, Section]] = {
         "layers": Section(solvers.layers, ("bench_layers", "bench_layers_gpu")),
         "refits": Section(solvers.refits, ("refit_moons", "refit_embeddings")),
     },
-    "docs/promises.md": {
-        "group_promises": Section(promises.GROUP_PROMISES, ("group_promises",)),
-        "unit_promises": Section(promises.UNIT_PROMISES, ("unit_promises",)),
-        "target": Section(promises.target, ("target",)),
-        "set_sizes": Section(promises.set_sizes, ("set_sizes",)),
-        "drift": Section(promises.drift, ("drift",)),
-    },
     "docs/drift.md": {"risk_monitor": Section(promises.risk_monitor, ("risk_monitor",))},
     "docs/deployment.md": {"deployment": Section(promises.deployment, ("deployment",))},
     "docs/serving.md": {
         name: Section(getattr(serving, name), (name,)) for name in ("engines", "onnx_files", "onnx_gpu", "serve_load")
     },
-    "docs/novelties.md": {"novelties": Section(promises.novelties, ("novelties",))},
     "docs/tables.md": {name: Section(getattr(tables, name), ("ten_tables",)) for name in ("accepted", "labels")},
     "docs/paper.md": {
         "paper": Section(paper.side_by_side, paper.PAPER, by_name=True),
