@@ -39,6 +39,7 @@ exclude_patterns = ["gallery/README.md"]
 doctest_test_doctest_blocks = ""
 
 html_theme = "furo"
+smartquotes = False  # would make dashes of the options of commands
 html_title = f"sepc_torch {release}"
 html_show_sphinx = False
 html_show_copyright = False

@@ -129,8 +129,8 @@ def same_numbers(before: str, after: str) -> bool:
     return before.replace(OLDER, "") == after.replace(OLDER, "")
 
 
-def answers(results: Row, later: Row) -> str:
-    """The networks and the tables of numbers apart, a row for every question."""
+def _answers(rows: list[Row]) -> str:
+    """A row for every question but calibration."""
     columns: list[Column] = [
         ("question", lambda row: f"{row['question'].title}: {row['question'].unit}"),
         ("ours", lambda row: panel.figure(row, "ours")),
@@ -138,23 +138,33 @@ def answers(results: Row, later: Row) -> str:
         ("difference, 95 %", panel.difference),
         ("rank", lambda row: f"{row['rank']} of {row['scores']}"),
     ]
+    return table([row for row in rows if row["question"].kind != "calibration"], columns)
+
+
+def answers(results: Row, later: Row) -> str:
+    """The networks and the tables of numbers apart, a row for every question."""
     texts = []
     for networks in (True, False):
-        rows = panel.answers(panel.with_later(results, later), networks)
         texts.append(f"{'Networks' if networks else 'Tables'} ({', '.join(panel.set_names(results, networks))}):")
-        texts.append(table([row for row in rows if row["question"].kind != "calibration"], columns))
+        texts.append(_answers(panel.answers(panel.with_later(results, later), networks)))
     return "\n\n".join(texts)
 
 
-def overview(results: Row, later: Row, head: Row) -> str:
-    """The answers of the trust panel; then the speed of a head."""
+def overview(results: Row, later: Row, held: Row, head: Row) -> str:
+    """The answers on networks that nobody tuned on, and on tables; then the speed of a head."""
     largest = head["parts"]["gpu"]["rows"][-1]
-    note = (
-        "Means; the best other score has the best mean, and a larger AUROC is better. All sets were looked at during "
-        "the [design](docs/panel.md#networks-and-tables-apart). A GPU judges "
-        f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md))."
+    names = panel.set_names(results, networks=False)
+    count = len({row["set"] for row in held["rows"]})
+    return "\n\n".join(
+        [
+            f"{count} [networks that nobody tuned on](docs/panel.md#networks-that-nobody-tuned-on):",
+            _answers(panel.answers(held, networks=False)),
+            f"Tables ({', '.join(names)}), looked at during the [design](docs/panel.md#networks-and-tables-apart):",
+            _answers(panel.answers(panel.with_later(results, later), networks=False)),
+            "Means; the best other score has the best mean, and a larger AUROC is better. A GPU judges "
+            f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md)).",
+        ]
     )
-    return f"{answers(results, later)}\n\n{note}"
 
 
 def speed_summary(head: Row, classes: Row) -> str:
@@ -196,7 +206,9 @@ def speed_summary(head: Row, classes: Row) -> str:
 
 ALL = tuple(path.stem for path in sorted(RESULTS.glob("*.json")))
 PAGES: dict[str, dict[str, Section]] = {
-    "README.md": {"overview": Section(overview, ("trust_panel", "later_scores", "bench_head"), dated=False)},
+    "README.md": {
+        "overview": Section(overview, ("trust_panel", "later_scores", "networks", "bench_head"), dated=False)
+    },
     "docs/measurements.md": {
         "power": Section(promises.POWER, ("power",)),
         "group_promises": Section(promises.GROUP_PROMISES, ("group_promises",)),

@@ -67,6 +67,24 @@ def fresh() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.from_numpy(x).float(), torch.from_numpy(y), torch.from_numpy(logits).float()
 
 
+@pytest.mark.parametrize("by", ["predicted", "class", "region"])
+def test_a_promise_names_merged_groups(by: By, tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    x, y, _ = draw(rng, 400)
+    head = TrustHead.fit(x, y, dim=3, normalize=None).calibrate(*draw(rng, 300))
+    several = {"predicted": "predicted classes", "class": "true classes", "region": "regions"}[by]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of groups without a promise
+        for risk, text in ((0.1, f"in each of 3 groups of {several} are"), (0.05, f", all {several} together, are")):
+            table = head.accept_at(risk=risk, delta=0.2, by=by)
+            assert isinstance(table, GroupAcceptance)
+            assert head.promise is not None
+            assert head.promise.groups == len(table.groups) < CLASSES
+            assert text in str(head.promise._replace(found=True))
+            head.save(tmp_path / "head.safetensors")
+            assert TrustHead.load(tmp_path / "head.safetensors").promise == head.promise
+
+
 def labels_of(group: np.ndarray, joint: np.ndarray, right: np.ndarray) -> LabelCalibration:
     """A calibration with given ranked points; as many further points of the same groups are not ranked."""
     labels = LabelCalibration(["regions"], 1)

@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,21 @@ import torch
 from prometheus_client.openmetrics import parser
 from scipy.stats import binom
 
-from sepc_torch import DriftMonitor, FileFormatError, Guard, HeadPrediction, RiskMonitor, Scorer, TrustHead
+from sepc_torch import (
+    DriftMonitor,
+    FileFormatError,
+    Guard,
+    HeadPrediction,
+    RiskMonitor,
+    Scorer,
+    TrustHead,
+)
 from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.head.guard import GuardedPrediction, GuardReport, _Trial
 from sepc_torch.head.reasons import Reason
 from sepc_torch.head.risk_monitor import log_above, log_below
 from sepc_torch.head.row_metrics import RowMetrics, openmetrics
+from sepc_torch.head.trust_head import checked_head
 
 Rng = np.random.Generator
 RISK, CLASSES, WINDOW = 0.1, 2, 60
@@ -552,6 +562,14 @@ class TestUse:
         found = Guard(head).judge(part(slice(700, 900)))
         assert found.state == "holds"
         assert found.out.accept.tolist() == head.judge(part(slice(700, 900))).accept.tolist()
+
+    def test_other_objects_are_refused(self, head: TrustHead) -> None:
+        """The shape checks of the tests refuse them before Guard, DriftMonitor and write_report do."""
+        assert checked_head(head) is head
+        with pytest.raises(TypeError, match=r"got a SimpleNamespace\. Pass its \.head, and the rows that it reads"):
+            checked_head(SimpleNamespace(head=head))  # as a TrustedModel has it
+        with pytest.raises(TypeError, match="Expected a TrustHead, got a str"):
+            checked_head("head.safetensors")
 
     def test_ids_of_the_caller(self, head: TrustHead, rng: Rng) -> None:
         guard, (z, y, logits) = quiet(head), draw(rng, 100)

@@ -158,7 +158,7 @@ def test_default_sizes() -> None:
 def test_warns_of_classes_too_small_for_the_dimension(rng: Rng) -> None:
     x, y = embeddings(rng, classes=2)
     y[:5] = 7
-    with pytest.warns(UserWarning, match=r"Classes with fewer than 12 points for 6 dimensions: 7\. .*smaller dim"):
+    with pytest.warns(UserWarning, match=r"Classes with fewer than 12 training rows .*: 7 \(\d+\)\. .*smaller dim"):
         TrustHead.fit(x, y, dim=6)
 
 

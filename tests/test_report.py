@@ -367,12 +367,12 @@ RISK = Promise(0.01, 0.05, None)
     ("promise", "wrong", "unknown", "state", "words"),
     [
         (RISK, 5, 0, "kept", "0.5 % of the accepted labels are wrong, and at most 1.0 % were promised"),
-        (RISK, 12, 0, "open", "chance explains the difference"),
+        (RISK, 12, 0, "open", "chance can explain the difference"),
         (RISK, 100, 0, "broken", "less than 1.0 %"),
         (RISK, 5, 300, "does not apply", "300 accepted rows are of unknown classes"),
         (RISK._replace(units=True), 12, 0, "open", "over units"),
         (RISK._replace(units=True), 100, 0, "open", "over units"),
-        (RISK._replace(average=True), 12, 0, "open", "chance explains"),
+        (RISK._replace(average=True), 12, 0, "open", "chance can explain"),
         (RISK._replace(average=True), 500, 0, "broken", "50.0 %"),
         (Promise(None, 0.05, 0.1), 500, 0, "kept", "0 % of the rows are refused"),
         (Promise(None, 0.05, None, costs=1.0, review=0.2, bound=0.1), 500, 0, "broken", "costs 0.5 on average"),
@@ -409,7 +409,14 @@ def test_the_promise_is_checked_in_every_group(reported: Reported, promising: Tr
     promising.promise = Promise(0.05, 0.05, None, by="predicted")
     found = promise_state(promising, rows, totals(rows))
     assert found.state == "broken"
-    assert "in the worst, 40.0 % are wrong" in found.sentence
+    assert "in the worst (predicted class " in found.sentence
+    assert "), 40.0 % are wrong" in found.sentence
+    assert promising.calibration is not None
+    labels = promising.calibration.own if rows.softmax is None else promising.calibration.network
+    labels.set_table("class_threshold", np.zeros(len(promising.classes)))
+    promising.promise = Promise(0.05, 0.05, None, by="predicted", groups=1)  # both classes are one merged group
+    assert promise_state(promising, rows, totals(rows)).state == "kept"
+    assert "all predicted classes together" in str(promising.promise)
     promising.promise = Promise(0.05, 0.05, None, by="group")
     assert promise_state(promising, rows, totals(rows), groups=label).state == "broken"
     assert promise_state(promising, rows, totals(rows), groups=np.arange(1000) % 2).state == "kept"

@@ -13,7 +13,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from sepc_torch.cli import shell
 from sepc_torch.cli.columns import notes_on_columns
-from sepc_torch.cli.heads import HeadRows, calibrated_labels, set_promise
+from sepc_torch.cli.heads import HeadRows, calibrated_labels, made_the_head, set_promise
 from sepc_torch.cli.row_files import open_rows
 from sepc_torch.cli.training_rows import (
     ColumnOptions,
@@ -247,6 +247,12 @@ def calibrate(
     output = shell.new_model(output or model)
     given = HeadRows(model, data, sep, logits, label, [units], encoding, trust)
     head, rows = given.head, given.labelled(max_rows, seed)
+    seen = head.seen(rows.z) or 0.0
+    if made_the_head(head, seen, len(rows.z)):
+        raise ValueError(
+            f"{seen:.0%} of the rows are rows of the training file. They say nothing about new ones, so no promise can "
+            "be made: calibrate with rows that the model was not fitted on."
+        )
     before, head.order_stated = head.promise, True  # the columns are in the order of head.classes
     if before is not None and (risk is not None or flag_rate is not None or not before.chosen):
         before = None

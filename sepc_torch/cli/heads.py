@@ -26,6 +26,15 @@ from sepc_torch.shapes import Array, Float
 _FLAG_RATE = 0.05
 
 
+# Share and number of rows of the training file from which on they are said to be known.
+_SEEN, _LEAST_SEEN = 0.1, 20
+
+
+def made_the_head(head: TrustHead, seen: float, rows: int) -> bool:
+    """Whether a share ``seen`` of rows that equal rows of the training file is more than chance gives."""
+    return seen >= max(_SEEN, 2.0 * head.repeats) and seen * rows >= _LEAST_SEEN
+
+
 class Points(NamedTuple):
     """Rows of a file as a head takes them.
 

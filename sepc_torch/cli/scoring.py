@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sepc_torch.cli import shell
 from sepc_torch.cli.columns import IdColumns, class_names, whole_numbers
-from sepc_torch.cli.heads import HeadRows, Points, broken_promise, calibrated_labels, set_promise
+from sepc_torch.cli.heads import HeadRows, Points, broken_promise, calibrated_labels, made_the_head, set_promise
 from sepc_torch.cli.row_files import score_writer
 from sepc_torch.cli.tally import Tally
 from sepc_torch.data.files import check_target
@@ -31,8 +31,6 @@ from sepc_torch.shapes import Int
 
 # New categories of a column that are named.
 _NEW = 5
-# Share and number of rows of the training file above which a note names them.
-_SEEN, _LEAST_SEEN = 0.1, 20
 
 
 def score(
@@ -136,7 +134,7 @@ def score(
         more = f" and {len(found) - _NEW} more" if len(found) > _NEW else ""
         shell.note(f"column {name!r} has categories that training did not have (rows): {listed}{more}")
     seen /= max(tally.rows, 1)
-    if seen >= max(_SEEN, 2.0 * head.repeats) and seen * tally.rows >= _LEAST_SEEN:
+    if made_the_head(head, seen, tally.rows):
         shell.note(
             f"{seen:.0%} of the rows are rows of the training file, whose labels the model has seen: the accuracy of "
             "these rows is no estimate for new ones"

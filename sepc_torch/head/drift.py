@@ -36,7 +36,7 @@ from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.promises.conformal import check_share
 from sepc_torch.head.reading.sources import row_ids
 from sepc_torch.head.row_groups import ColumnMove, RowGroup, column_moves, group_rows
-from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.head.trust_head import TrustHead, checked_head
 from sepc_torch.shapes import Array, Float, Int
 
 # Exponents of the bets p ** (k - 1) on small p-values and, mirrored, on large ones.
@@ -405,11 +405,10 @@ class DriftMonitor:
     """
 
     def __init__(self, head: TrustHead, alpha: float = 0.01, seed: int = 0) -> None:
-        if head.calibration is None or not head.calibration.done:
-            raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
+        calibration = checked_head(head).require_calibration()
         self.head, self.alpha, self.seed = head, check_share(alpha, "alpha"), check_count(seed, "seed")
-        self._sepc, self._calibration, self.with_logits = head.sepc, head.calibration, head.takes_logits
-        labels = head.calibration.network if self.with_logits else head.calibration.own
+        self._sepc, self._calibration, self.with_logits = head.sepc, calibration, head.takes_logits
+        labels = calibration.network if self.with_logits else calibration.own
         if len(labels.point_region) == 0:
             raise RuntimeError("The regions of the head changed since the calibration; call head.calibrate again.")
         if head.promise is not None and not head.promise.exact:

@@ -61,7 +61,7 @@ from sepc_torch.head.prediction import HeadPrediction, Promise
 from sepc_torch.head.reasons import refusal_reason
 from sepc_torch.head.risk_monitor import RiskMonitor, RiskReport, checked_ids, integers, log_above, log_below
 from sepc_torch.head.row_metrics import Family, RowMetrics, openmetrics
-from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.head.trust_head import TrustHead, checked_head
 from sepc_torch.shapes import Array, Float, Int
 
 PromiseState = Literal["holds", "unverified", "broken"]
@@ -261,7 +261,7 @@ class Guard:
             raise ValueError(f"on_alarm must be 'warn', 'refuse' or a function of the report, got {on_alarm!r}.")
         if drift is False and risk is False:
             raise ValueError("Without drift and without risk there is nothing to watch; leave one of them True.")
-        labels = head.require_calibration().labels
+        labels = checked_head(head).require_calibration().labels
         tables = (labels.class_threshold, labels.region_threshold, labels.group_threshold)
         if risk is not False and any(map(len, tables)):
             raise ValueError(

@@ -36,6 +36,8 @@ class Promise(NamedTuple):
         review: The cost of a refused row, or None.
         bound: The upper bound of the expected cost of a row, for the labels that the head was calibrated for; or None.
         shift: For a promise about shifted rows, its assumption: ``"covariate"`` or ``"label"``; None otherwise.
+        groups: With ``by``, the number of groups if classes or regions were merged; the risk then holds in each of
+            these groups. None if every class or region is a group of its own.
     """
 
     risk: float | None
@@ -52,6 +54,7 @@ class Promise(NamedTuple):
     review: float | None = None
     bound: float | None = None
     shift: str | None = None
+    groups: int | None = None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Promise | None:
@@ -67,7 +70,8 @@ class Promise(NamedTuple):
         if costs is not None:
             costs = tuple(tuple(map(float, row)) for row in costs) if isinstance(costs, (list, tuple)) else float(costs)
         kind, shift = (None if name is None else str(name) for name in (by, options["shift"]))
-        flags |= {"costs": costs, "review": review, "bound": bound, "shift": shift}
+        groups = None if options["groups"] is None else int(options["groups"])
+        flags |= {"costs": costs, "review": review, "bound": bound, "shift": shift, "groups": groups}
         return cls(risk, float(options["delta"]), flag_rate, kind, **flags)
 
     def __str__(self) -> str:
@@ -97,6 +101,10 @@ class Promise(NamedTuple):
             if self.average:
                 return f"on average at most {self.risk * 100:.3g} % of the accepted labels are wrong{about}"
             where = "" if self.by is None else f" of each {_GROUPS.get(self.by, self.by)}"
+            if self.groups is not None:
+                several = {"predicted": "predicted classes", "class": "true classes"}.get(self.by or "", "regions")
+                many = f" in each of {self.groups} groups of {several}"
+                where = many if self.groups > 1 else f", all {several} together,"
             return f"at most {self.risk * 100:.3g} % of the accepted labels{where} are wrong{over}, {sure}"
         drawn = "of the calibration distribution" if self.shift is None else "like the target rows"
         return f"on average{over} at most {rate:.3g} % of the points {drawn} are refused{about}"

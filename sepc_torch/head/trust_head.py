@@ -1075,7 +1075,9 @@ class TrustHead(nn.Module):
                     f"accepts none of their points. For example, {table.limits} Print the result for a table.",
                     stacklevel=stacklevel,
                 )
-            return table, wanted._replace(found=any(row.found for row in table.groups))
+            merged = any(len(row.group) > 1 for row in table.groups)
+            groups = len(table.groups) if merged else None
+            return table, wanted._replace(found=any(row.found for row in table.groups), groups=groups)
         options = risk, delta, wanted.flag_rate, wanted.average
         found = [labels.accept(*options, stacklevel=stacklevel + 1) for labels in sources][-1]
         if risk is not None and not found.found:
@@ -1422,6 +1424,18 @@ class TrustHead(nn.Module):
                 self.evidence.set_layers(_empty_layer(len(self.classes)).to(like) for _ in range(count))
         resize_buffers(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def checked_head(head: Any) -> TrustHead:
+    """The head; a TypeError with a remedy for anything else, such as a :class:`~sepc_torch.TrustedModel`."""
+    if isinstance(head, TrustHead):
+        return head
+    if isinstance(getattr(head, "head", None), TrustHead):
+        raise TypeError(
+            f"Expected a TrustHead, got a {type(head).__name__}. Pass its .head, and the rows that it reads: "
+            "rows = model.read(loader), then rows.z, rows.logits and layers=rows.layers."
+        )
+    raise TypeError(f"Expected a TrustHead, got a {type(head).__name__}.")
 
 
 def _batch_of_one(values: Any) -> Any:

@@ -133,7 +133,7 @@ def promise_state(
             f"{use}{number(totals.rows - totals.accepted)} refused rows.",
         )
     if chance is None or chance >= CHANCE:
-        why = "and chance explains the difference"
+        why = "and chance can explain the difference"
         if chance is None:  # the units of these rows are not known, so nothing says what chance explains
             why = "but the promise is over units, and here every row counts alike"
         step = "Report again with more labelled rows of the same kind: these are too few to tell."
@@ -176,17 +176,22 @@ def _compared(
     counted = rows.accept & known
     keys = {"predicted": rows.label, "class": rows.truth, "region": rows.out.nearest.numpy(), "group": groups}
     key = keys.get(promise.by or "")
-    group = np.zeros(len(rows), dtype=np.int64) if key is None else np.unique(key, return_inverse=True)[1]
+    if promise.groups is not None:  # classes or regions of one merged group share a threshold
+        table = {"predicted": labels.class_threshold, "region": labels.region_threshold}.get(promise.by or "")
+        key = None if table is None or key is None else table.cpu().numpy()[key]
+    values, group = np.unique(np.zeros(len(rows), dtype=np.int64) if key is None else key, return_inverse=True)
     accepted = np.bincount(group[counted], minlength=1)
     wrong = (
         np.bincount(group[counted], rows.label[counted] != rows.truth[counted], minlength=1).round().astype(np.int64)
     )
-    wrong, accepted = wrong[accepted > 0], accepted[accepted > 0]
+    values, wrong, accepted = (part[accepted > 0] for part in (values[: len(accepted)], wrong, accepted))
     said = f"{percent(wrong.sum() / accepted.sum())} of the accepted labels{of_known} are wrong, and at most "
     said += f"{percent(risk)} were promised"
     if len(accepted) > 1:
         worst = int((wrong / accepted).argmax())
-        said += f" in each of {len(accepted)} groups; in the worst, {percent(wrong[worst] / accepted[worst])} are wrong"
+        named = "" if promise.groups is not None else f" ({_group_name(head, promise.by, int(values[worst]))})"
+        said += f" in each of {len(accepted)} groups; in the worst{named}, "
+        said += f"{percent(wrong[worst] / accepted[worst])} are wrong"
     excess = bool((wrong > risk * accepted).any())
     if promise.units:
         return said, excess, None
@@ -195,6 +200,13 @@ def _compared(
         return said, excess, _average_tail(int(wrong.sum()), int(accepted.sum()), risk, held)
     tails = 1.0 - binomial_tail(np.maximum(wrong - 1, 0), accepted, risk)
     return said, excess, min(1.0, float(np.where(wrong > 0, tails, 1.0).min()) * len(tails))
+
+
+def _group_name(head: TrustHead, by: str | None, key: int) -> str:
+    """The words for a group of a promise."""
+    if by in ("predicted", "class") and key >= 0:
+        return f"{by.replace('class', 'true')} class {head.classes[key]}"
+    return f"{'region' if by == 'region' else 'group'} {key}"
 
 
 def _average_tail(count: int, of: int, rate: float, calibration: int) -> float:

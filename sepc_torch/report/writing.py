@@ -19,7 +19,7 @@ from sepc_torch.data.text import to_json
 from sepc_torch.head.drift import DriftEvidence, DriftMonitor, DriftReport, Move
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.row_groups import column_moves, group_rows
-from sepc_torch.head.trust_head import TrustHead
+from sepc_torch.head.trust_head import TrustHead, checked_head
 from sepc_torch.report.aggregates import (
     class_section,
     confusion_section,
@@ -154,7 +154,7 @@ def write_report(
         raise ValueError(f"The report {str(target)!r} would be overwritten by its JSON file; name it *.html.")
     for file in (target, beside):
         check_target(file)
-    logits = head.with_logits(z, logits)[1]
+    logits = checked_head(head).with_logits(z, logits)[1]
     rows = judged_rows(head, z, y, logits, class_names, unknown, groups, layers)
     if table is not None and not is_table(table):
         raise TypeError(

@@ -317,11 +317,12 @@ def choose_projection(
 
 def _warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> None:
     """Warn of the classes that have too few points for the dimension."""
-    small = [label for label, size in zip(classes.tolist(), sizes.tolist(), strict=True) if size < 2 * dim]
+    small = [(label, size) for label, size in zip(classes.tolist(), sizes.tolist(), strict=True) if size < 2 * dim]
     if small:
-        shown = ", ".join(map(repr, small[:5])) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+        shown = ", ".join(f"{label!r} ({size})" for label, size in small[:5])
+        shown += f" and {len(small) - 5} more" if len(small) > 5 else ""
         warnings.warn(
-            f"Classes with fewer than {2 * dim} points for {dim} dimensions: {shown}. Many of their "
-            "points will stay isolated; choose a smaller dim or add data.",
+            f"Classes with fewer than {2 * dim} training rows for {dim} dimensions (rows): {shown}. Many of their rows "
+            "will lie in no ellipsoid, which lowers the trust in these labels; choose a smaller dim or add rows.",
             stacklevel=4,  # the caller of TrustHead.fit
         )
