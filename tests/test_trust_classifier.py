@@ -35,7 +35,7 @@ from sklearn.svm import SVC
 
 from sepc_torch import DriftMonitor, TrustClassifier, TrustHead
 from sepc_torch.shapes import Array
-from sepc_torch.sklearn.calibration import calibrate_out_of_fold
+from sepc_torch.sklearn.calibration import Fold, calibrate_out_of_fold
 from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning, estimator_logits
 from sepc_torch.sklearn.trust_classifier import CalibrationWarning
 
@@ -461,7 +461,9 @@ def test_all_rows_train_if_others_calibrate() -> None:
     assert model.head_.promise is not None
     assert model.head_.promise.exact
     assert model.head_.calibration is not None
-    assert len(model.head_.calibration.network.point_label) == 300
+    labels = model.head_.calibration.network
+    assert torch.equal(labels.ranked_rows, 200 + torch.arange(300))  # the training rows fit the scores, out of fold
+    assert torch.equal(labels.point_class[200:], torch.from_numpy(truth))
     for row, found in enumerate(model.explain(X[:20])):
         assert all(y[example.id] == example.label for example in found.examples)
         assert row in [example.id for example in (*found.examples, *found.runner_up_examples)]
@@ -624,7 +626,7 @@ def test_the_score_at_a_risk_is_the_largest_accepted_share(fitted: TrustClassifi
 @pytest.mark.filterwarnings("ignore:The head accepts nothing")  # with the worse parameter
 def test_a_search_for_what_accepts_most() -> None:
     X, y = fixed(400)
-    model = TrustClassifier(LogisticRegression(), risk=0.15)
+    model = TrustClassifier(LogisticRegression(), risk=0.15, score_folds=0)
     grid = {"estimator__C": [1e-6, 1.0]}
     for scoring in (TrustClassifier.score_at_risk, partial(TrustClassifier.score_at_risk, risk=0.15)):
         search = GridSearchCV(model, grid, cv=2, scoring=scoring).fit(X, y)
@@ -706,6 +708,62 @@ def test_folds_keep_the_risk_of_predicted_classes() -> None:
             mine = out.accept.numpy() & np.isin(out.network_label.numpy(), row.group)
             broken += bool(mine.any()) and (y[mine] != out.network_label.numpy()[mine]).mean() > risk
     assert broken <= 2
+
+
+@pytest.mark.slow
+def test_promises_are_exact_if_folds_of_the_training_rows_fit_the_scores() -> None:
+    """Over 100 draws of calibration rows: p-values of new rows, and a risk that must hold in four of five draws."""
+    rng, risk, delta, draws = np.random.default_rng(8), 0.2, 0.2, 100
+    (X, y), (new, truth) = clouds(rng, 120), clouds(rng, 1500)
+
+    def network(rows: Array, labels: Array) -> LinearDiscriminantAnalysis:
+        return LinearDiscriminantAnalysis().fit(rows, labels)
+
+    def as_seen(head: TrustHead, model: Any, rows: Array, labels: Array) -> Fold:
+        z, logits = torch.from_numpy(rows), torch.from_numpy(model.decision_function(rows))
+        return Fold(head, z, z, labels, logits)
+
+    folds = []
+    for fitted, left_out in StratifiedKFold(3).split(X, y):
+        head = TrustHead.fit(X[fitted], y[fitted], normalize=None, progress=False)
+        folds.append(as_seen(head, network(X[fitted], y[fitted]), X[left_out], y[left_out]))
+    head, model = TrustHead.fit(X, y, normalize=None, progress=False), network(X, y)
+    logits = model.decision_function(new)
+    wrong = logits.argmax(axis=1) != truth
+    small: list[float] = []
+    broken = accepted = 0
+    for _ in range(draws):
+        head.promise = None
+        calibrate_out_of_fold(head, folds, as_seen(head, model, *clouds(rng, 120)))
+        assert "estimate" not in str(head.promise)
+        accepted += head.accept_at(risk=risk, delta=delta).found
+        out = head.judge(new, logits)
+        small.append(float((out.p_value <= 0.1).double().mean()))
+        taken = out.accept.numpy()
+        broken += bool(taken.any()) and wrong[taken].mean() > risk
+    assert np.mean(small) <= 0.1 + 3.0 * np.std(small) / draws**0.5
+    assert broken <= draws * delta + 3.0 * (draws * delta * (1.0 - delta)) ** 0.5
+    assert accepted > 0.7 * draws
+
+
+def test_folds_that_fit_scores() -> None:
+    """By default for a risk, not for a flag rate; never if the classifier is not fitted again or a class is small."""
+    X, y = fixed(160)
+    model = TrustClassifier(LogisticRegression(), risk=0.3, calibration_size=0.5, random_state=1)
+
+    def ranked(points: int, **changes: Any) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            labels = clone(model).set_params(**changes).fit(X, y).head_.calibration.network
+        assert len(labels.point_label) == points
+        return len(labels.ranked_rows)
+
+    assert ranked(160) == ranked(160, score_folds=2) == ranked(160, risk=None, score_folds=3) == 80
+    assert ranked(80, score_folds=0) == ranked(80, risk=None) == ranked(80, score_folds=50) == 40
+    assert ranked(80, estimator=FrozenEstimator(LogisticRegression().fit(X, y))) == 40
+    for count, message in ((1, "no rows to fit"), (-1, "at least 0"), (2.5, "must be an integer")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            clone(model).set_params(score_folds=count).fit(X, y)
 
 
 @pytest.mark.slow

@@ -2,10 +2,9 @@
 
 Claim "accepted": at risks of 1, 2, 5 and 10 % ``TrustClassifier`` accepts on average more rows than a threshold of the
 same classifier's largest probability with the same exact search (``accept_scores``), and on no table a point less. All
-rules have the same calibration rows, which trained nothing, and the same ``delta``; the head uses a fifth of them, or
-40, to fit its scores. MAPIE has no rule for accepted
-labels: its controller of binary decisions keeps the precision of "the label is right", judged by the same probability
-(without MAPIE there is no value).
+rules have the same calibration rows, which trained nothing, and the same ``delta``; ``TrustClassifier`` fits its scores
+to folds of the training rows (``score_folds``). MAPIE has no rule for accepted labels: its controller of binary
+decisions keeps the precision of "the label is right", judged by the same probability (without MAPIE there is no value).
 
 Claim "labels": with the out-of-fold probabilities of the same classifier, ``suspicious_labels`` ranks flipped labels
 with at least cleanlab's average precision. A share of the labels is flipped to any other class. cleanlab ranks the rows
@@ -13,7 +12,8 @@ of ``find_label_issues`` first, the others by label quality.
 
 The classifier is scikit-learn's histogram gradient boosting with its defaults, and native categories on Adult. The
 tables are those of the trust panel with at most ten classes, of which boosting fits one ensemble each, and five more.
-The accepted shares are means over calibrations of one fitted classifier, the precisions over splits.
+The accepted shares are means over draws of the calibration rows, with the same training rows; the precisions are means
+over splits.
 
 SEPC_DATA=path/to/data python -m experiments.tables.ten_tables
 """
@@ -82,7 +82,7 @@ def of_mapie(score: Array, right: Array, risk: float, new: Array) -> Array | Non
 
 
 def accepted_of_table(name: str, data: tuple[Any, Array], seed: int, smoke: bool) -> dict[str, Any]:
-    """Means over calibrations of one fitted classifier: accepted shares and errors of the rows that are left.
+    """Means over draws of calibration rows: accepted shares and errors of the rows that are left.
 
     ``broken`` counts the calibrations whose accepted rows have an error above the risk.
     """
@@ -92,24 +92,20 @@ def accepted_of_table(name: str, data: tuple[Any, Array], seed: int, smoke: bool
     held = round(CALIBRATION * count)
     train, pool = order[held:count], np.concatenate([order[:held], order[count : count + ROWS]])
     given, truth = _safe_indexing(rows, pool), y[pool]
-    begun = time.process_time()
-    model = TrustClassifier(classifier(rows, smoke), flag_rate=0.1, delta=DELTA)
-    model.fit(
-        *(_safe_indexing(rows, train), y[train]),
-        X_calibration=_safe_indexing(given, np.arange(held)),
-        y_calibration=truth[:held],
-    )
-    seconds = time.process_time() - begun
-    z, logits = model.embedding_(model.estimator_, given)
-    probability = model.estimator_.predict_proba(given)
-    score, right = probability.max(axis=1), model.classes_[probability.argmax(axis=1)] == truth
+    model = TrustClassifier(classifier(rows, smoke), risk=RISKS[-1], delta=DELTA)
     found: dict[tuple[float, str], list[tuple[float, float]]] = {}
-    for draw in range(2 if smoke else DRAWS):
+    begun, draws = time.process_time(), 2 if smoke else DRAWS
+    for draw in range(draws):
         mixed = np.random.default_rng([seed, draw]).permutation(len(pool))
         calibration, test = mixed[:held], mixed[held:]
-        model.head_.promise = None
-        model.head_.calibrate(z[calibration], truth[calibration], logits[calibration], seed=draw)
-        joint = model.head_.judge(z[test], logits[test]).joint.double().numpy()
+        model.fit(
+            *(_safe_indexing(rows, train), y[train]),
+            X_calibration=_safe_indexing(given, calibration),
+            y_calibration=truth[calibration],
+        )
+        probability = model.estimator_.predict_proba(given)
+        score, right = probability.max(axis=1), model.classes_[probability.argmax(axis=1)] == truth
+        joint = model.judge(_safe_indexing(given, test)).joint.double().numpy()
         for risk in RISKS:
             of_calibration = score[calibration], right[calibration]
             rules: dict[str, Array | None] = {
@@ -121,6 +117,7 @@ def accepted_of_table(name: str, data: tuple[Any, Array], seed: int, smoke: bool
                 if accept is not None:
                     error = float((accept & ~right[test]).sum() / max(accept.sum(), 1))
                     found.setdefault((risk, rule), []).append((float(accept.mean()), error))
+    seconds = (time.process_time() - begun) / draws
     row: dict[str, Any] = {"table": name, "rows": len(y), "features": rows.shape[1], "classes": len(model.classes_)}
     row |= {"train": len(train), "calibration": held, "accuracy": float(right.mean()), "seconds": seconds}
     for (risk, rule), pairs in found.items():

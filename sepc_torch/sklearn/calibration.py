@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sklearn.base import clone
-from sklearn.model_selection import check_cv
+from sklearn.model_selection import StratifiedKFold, check_cv
 from sklearn.utils import _safe_indexing
 from sklearn.utils.validation import _check_method_params
 from torch import Tensor
@@ -31,13 +31,16 @@ from sepc_torch.sklearn.embedding import ClassifierEmbedding
 # Dimensions that the head of a table may be reduced to, so that its smallest class has twice as many rows. Classes that
 # are smaller yet do not decide for all others; the head then warns of them.
 _LEAST_DIM = 8
+# Folds of the training rows that fit the scores, up to this number of calibration rows: a fifth of more rows does the
+# same, without further fits, and costs little of what is accepted.
+_SCORE_FOLDS, _FEW_CALIBRATION = 3, 5000
 
 
 class FittedClassifier(NamedTuple):
     """A fitted classifier, the embedding of its rows, and a trust head on the embedding.
 
-    ``shortfall`` says why the head is not calibrated; None if it is. ``rows`` are the positions of the calibration rows
-    among those that were given to calibrate, in the order in which the head has them.
+    ``shortfall`` says why the head is not calibrated; None if it is. ``rows`` are the positions of the head's
+    calibration points in ``X``, or behind it in ``X_calibration``.
     """
 
     estimator: Any
@@ -58,6 +61,11 @@ class Wish(NamedTuple):
     review: float | None = None
     average: bool = False
 
+    @property
+    def for_rate(self) -> bool:
+        """Whether the promise is a flag rate."""
+        return self.risk is None and self.costs is None
+
 
 class PromisedAcceptance(NamedTuple):
     """The threshold of a head, and why its promise is not the wanted one; None if it is."""
@@ -77,6 +85,8 @@ class ClassifierTraining:
         y: Labels.
         params: Parameters of the estimator's ``fit``.
         keep_points: Whether the head keeps its training points.
+        score_folds: Folds of the training rows that fit the scores, so that all calibration rows are ranked; 0 for
+            none, None to choose by the number of calibration rows.
 
     >>> from sklearn.datasets import load_iris
     >>> from sklearn.linear_model import LogisticRegression
@@ -95,6 +105,7 @@ class ClassifierTraining:
     y: Array
     params: dict[str, Any]
     keep_points: bool
+    score_folds: int | None = None
 
     def calibrate_with_part(self, share: float, random: Any) -> FittedClassifier:
         """Fit to some rows and calibrate with the others, a share of all; fit to all rows if these are too few."""
@@ -109,19 +120,15 @@ class ClassifierTraining:
             more = math.ceil((LEAST_CALIBRATION - len(calibration)) / share)
             left = f"calibration_size={share:g} leaves {len(calibration)} of {len(y)}"
             return _uncalibrated(self._fit(None, self.keep_points), f"{left}, about {more} rows too few")
-        found = self._fit(fitted, self.keep_points)
-        z, logits = found.embedding(found.estimator, _safe_indexing(self.X, calibration))
-        found.head.calibrate(z, y[calibration], logits, seed=int(random.randint(2**31)))
-        return found._replace(rows=calibration)
+        new, found = _safe_indexing(self.X, calibration), self._fit(fitted, self.keep_points)
+        return self._calibrate(found, fitted, new, y[calibration], calibration, random)
 
     def calibrate_with_rows(self, X: Any, y: Array, random: Any) -> FittedClassifier:
         """Fit to all rows, and calibrate with other rows, unless these are too few."""
-        found = self._fit(None, self.keep_points)
+        found, fitted = self._fit(None, self.keep_points), np.arange(len(self.y))
         if len(y) < LEAST_CALIBRATION:
             return _uncalibrated(found, f"X_calibration has {len(y)} rows")
-        z, logits = found.embedding(found.estimator, X)
-        found.head.calibrate(z, y, logits, seed=int(random.randint(2**31)))
-        return found._replace(rows=np.arange(len(y)))
+        return self._calibrate(found, fitted, X, y, len(fitted) + np.arange(len(y)), random)
 
     def calibrate_with_folds(self, cv: Any, random: Any) -> FittedClassifier:
         """Fit to all rows, and calibrate with the evidence of classifiers and heads that each leave a fold out."""
@@ -129,19 +136,63 @@ class ClassifierTraining:
         found = self._fit(None, self.keep_points)
         if len(y) < LEAST_CALIBRATION or np.unique(y, return_counts=True)[1].min() < 2:
             return _uncalibrated(found, f"with cv, every class needs two rows, and {len(y)} rows are given")
-        folds, final, rows = [], torch.from_numpy(found.embedding.embed(found.estimator, X)), []
-        for fitted, left_out in check_cv(cv, y, classifier=True).split(X, y):
-            if set(y[fitted].tolist()) != set(y.tolist()):
-                return _uncalibrated(found, "a fold of cv lacks a class: a class has fewer rows than there are folds")
-            fold = self._fit(fitted, keep_points=False)
-            z, logits = fold.embedding(fold.estimator, _safe_indexing(X, left_out))
-            folds.append(Fold(fold.head, torch.from_numpy(z), final[left_out], y[left_out], torch.from_numpy(logits)))
-            rows.append(left_out)
+        splits = list(check_cv(cv, y, classifier=True).split(X, y))
+        if any(set(y[fitted].tolist()) != set(y.tolist()) for fitted, _ in splits):
+            return _uncalibrated(found, "a fold of cv lacks a class: a class has fewer rows than there are folds")
+        given = _as_final(found.head, y, *found.embedding(found.estimator, X))
+        folds, rows = zip(*self._leave_out(given, np.arange(len(y)), splits), strict=True)
         calibrate_out_of_fold(found.head, folds, seed=int(random.randint(2**31)))
         return found._replace(rows=np.concatenate(rows))
 
-    def _fit(self, rows: Int[Array, "n"] | None, keep_points: bool) -> FittedClassifier:
-        """A clone of the estimator and a head, fitted to some rows, or to all for None."""
+    def _calibrate(
+        self, found: FittedClassifier, fitted: Int[Array, "n"], X: Any, y: Array, rows: Int[Array, "m"], random: Any
+    ) -> FittedClassifier:
+        """Calibrate with rows that trained nothing; folds of the training rows fit the scores if that pays.
+
+        Args:
+            found: The classifier and the head, fitted to the rows ``fitted``.
+            fitted: Positions of the training rows.
+            X: Calibration rows.
+            y: Their labels.
+            rows: Their positions.
+            random: Source of random numbers.
+        """
+        z, logits = found.embedding(found.estimator, X)
+        count = self.score_folds
+        if count is None:
+            count = _SCORE_FOLDS if len(y) < _FEW_CALIBRATION else 0
+        folds: list[Fold] = []
+        if count and np.unique(self.y[fitted], return_counts=True)[1].min() >= count:
+            trained = found.embedding(found.estimator, _safe_indexing(self.X, fitted))
+            given = _as_final(found.head, self.y[fitted], *trained)
+            splitter = StratifiedKFold(count, shuffle=True, random_state=int(random.randint(2**31)))
+            for fold, left_out in self._leave_out(given, fitted, splitter.split(fitted, given.labels)):
+                if not folds and torch.equal(fold.logits, given.logits[torch.from_numpy(np.isin(fitted, left_out))]):
+                    break  # the classifier was not fitted again, so its logits are not out of fold
+                folds.append(fold)
+                rows = np.insert(rows, len(rows) - len(y), left_out)
+        seed = int(random.randint(2**31))
+        if folds:
+            calibrate_out_of_fold(found.head, folds, _as_final(found.head, y, z, logits), seed=seed)
+        else:
+            found.head.calibrate(z, y, logits, seed=seed)
+        return found._replace(rows=rows)
+
+    def _leave_out(
+        self, given: Fold, rows: Int[Array, "n"], splits: Iterable[tuple[Array, Array]]
+    ) -> Iterator[tuple[Fold, Int[Array, "m"]]]:
+        """The left-out rows of each fold as the classifier and head of the others see them, with their positions."""
+        for fitted, left_out in splits:
+            fold = self._fit(rows[fitted], keep_points=False, like=given.head)
+            z, logits = fold.embedding(fold.estimator, _safe_indexing(self.X, rows[left_out]))
+            points = torch.from_numpy(z), given.final[left_out], given.labels[left_out], torch.from_numpy(logits)
+            yield Fold(fold.head, *points), rows[left_out]
+
+    def _fit(self, rows: Int[Array, "n"] | None, keep_points: bool, like: TrustHead | None = None) -> FittedClassifier:
+        """A clone of the estimator and a head, fitted to some rows, or to all for None.
+
+        The head has as many dimensions as another one if its classes allow: distances of both are then comparable.
+        """
         X, y = (self.X, self.y) if rows is None else (_safe_indexing(self.X, rows), self.y[rows])
         params = _check_method_params(self.X, self.params, indices=rows)
         estimator = clone(self.estimator).fit(X, y, **params)
@@ -151,17 +202,23 @@ class ClassifierTraining:
         unit_length = self.embed is not None and bool(z.any(axis=1).all())
         sizes = np.unique(y, return_counts=True)[1]
         least = int(sizes.min()) // 2
-        head = TrustHead.fit(
-            *(z, y),
-            dim=min(least, default_dim(sizes, z.shape[1])) if least >= _LEAST_DIM else None,
-            normalize="l2" if unit_length else None,
-            nan_policy="flag",
-            progress=False,
-            classes=estimator.classes_,
-            ids=np.arange(len(self.y))[slice(None) if rows is None else rows],
-            keep_points=keep_points,
-            encoding=embedding.features if isinstance(embedding.features, TableEncoding) else None,
-        )
+        dim = min(least, default_dim(sizes, z.shape[1])) if least >= _LEAST_DIM else None
+        if like is not None and (wanted := like.sepc.bank.centers.shape[1]) <= min(sizes.min() - 1, z.shape[1]):
+            dim = wanted
+        with warnings.catch_warnings():
+            if like is not None:  # which was fitted to more rows, and warned if these are few
+                warnings.filterwarnings("ignore", "Classes with fewer than", UserWarning)
+            head = TrustHead.fit(
+                *(z, y),
+                dim=dim,
+                normalize="l2" if unit_length else None,
+                nan_policy="flag",
+                progress=False,
+                classes=estimator.classes_,
+                ids=np.arange(len(self.y))[slice(None) if rows is None else rows],
+                keep_points=keep_points,
+                encoding=embedding.features if isinstance(embedding.features, TableEncoding) else None,
+            )
         return FittedClassifier(estimator, embedding, head, None, np.arange(0))
 
 
@@ -235,20 +292,34 @@ class Fold(NamedTuple):
     logits: Float[Tensor, "n C"]
 
 
+def _as_final(head: TrustHead, labels: Array, z: Float[Array, "n D"], logits: Float[Array, "n C"]) -> Fold:
+    """Rows as the final head and classifier see them."""
+    points = torch.from_numpy(z)
+    return Fold(head, points, points, labels, torch.from_numpy(logits))
+
+
 @torch.inference_mode(False)  # the new buffers outlive the call
 @torch.no_grad()
-def calibrate_out_of_fold(head: TrustHead, folds: Sequence[Fold], *, seed: int = 0) -> TrustHead:
-    """Calibrate a head fitted on all rows with the evidence that the heads of folds give for the rows they left out.
+def calibrate_out_of_fold(
+    head: TrustHead, folds: Sequence[Fold], new: Fold | None = None, *, seed: int = 0
+) -> TrustHead:
+    """Calibrate a head with the evidence that the heads of folds of its rows give for the rows they left out.
 
-    The folds' heads and networks differ from the final ones, so out-of-fold scores are not exchangeable with those of
-    new rows. What holds: thresholds, p-values and promises are estimates (``head.promise.exact`` is False). Scores of
-    new rows come from a head with more training rows: it is typically better than those of the folds, so errors and
-    flag rates are typically below the promised ones. Predicted labels are those of the folds' networks; regions are
-    those of the final head. :class:`~sepc_torch.DriftMonitor` needs exchangeable scores and refuses such a head.
+    With ``new`` rows, which trained nothing, the folds only fit the scores, and all new rows are ranked. The scores are
+    functions that do not depend on the new rows, so these are exchangeable with rows drawn like them: p-values and
+    promises are exact, as after :meth:`~sepc_torch.TrustHead.calibrate`.
+
+    Without new rows, a part of the folds' rows is ranked. The folds' heads and networks differ from the final ones, so
+    out-of-fold scores are not exchangeable with those of new rows. What holds: thresholds, p-values and promises are
+    estimates (``head.promise.exact`` is False). Scores of new rows come from a head with more training rows: it is
+    typically better than those of the folds, so errors and flag rates are typically below the promised ones. Predicted
+    labels are those of the folds' networks; regions are those of the final head. :class:`~sepc_torch.DriftMonitor`
+    needs exchangeable scores and refuses such a head.
 
     Args:
         head: The head fitted on all rows, with the classes of the folds' heads in the same order.
         folds: The folds; together at least 20 rows.
+        new: The new rows with ``head`` as their head, or None.
         seed: Seed of the random choice of the ranked rows.
 
     >>> import numpy as np
@@ -271,17 +342,19 @@ def calibrate_out_of_fold(head: TrustHead, folds: Sequence[Fold], *, seed: int =
     rows = sum(len(fold.z) for fold in folds)
     if rows < LEAST_CALIBRATION:
         raise ValueError(f"{rows} points are too few to calibrate with; pass at least {LEAST_CALIBRATION}.")
-    sets, codes = zip(*(_evidence_of(fold, head.classes) for fold in folds), strict=True)
+    parts = [*folds, *([] if new is None else [new])]
+    sets, codes = zip(*(_evidence_of(part, head.classes) for part in parts), strict=True)
     values = {name: _joined([found.values[name] for found in sets]) for name in sets[0].values}
     right = {name: torch.cat([found.right[name] for found in sets]) for name in sets[0].right}
     labels = {name: torch.cat([found.label[name] for found in sets]) for name in sets[0].label}
     where, dtype = head.sepc.codes.device, head.projection.shift.dtype
-    final = points_as_tensor(torch.cat([fold.final for fold in folds]), None, where, dtype)
+    final = points_as_tensor(torch.cat([part.final for part in parts]), None, where, dtype)
     region = head.sepc(head.projection(final)).nearest
     scores = {name: torch.cat([found.scores[name].double() for found in sets]) for name in sets[0].scores}
     calibration = Calibration(evidence.support_names, len(evidence.kinds))
-    calibration.fit(values, right, torch.cat(codes), labels, region, scores, None, seed)
-    return head._adopt(calibration.to(head.sepc.codes.device), exact=False, stacklevel=5)
+    ranked = None if new is None else torch.arange(rows + len(new.z)) >= rows
+    calibration.fit(values, right, torch.cat(codes), labels, region, scores, None, seed, ranked=ranked)
+    return head._adopt(calibration.to(head.sepc.codes.device), exact=new is not None, stacklevel=5)
 
 
 def _evidence_of(fold: Fold, classes: list[Any]) -> tuple[CalibrationSet, Tensor]:

@@ -15,7 +15,7 @@ from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, proces
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
-from sepc_torch.data.options import check_choice
+from sepc_torch.data.options import check_choice, check_count
 from sepc_torch.data.text import printable
 from sepc_torch.head.calibration.label_calibration import Acceptance
 from sepc_torch.head.explanation import DecisionExplanation
@@ -88,6 +88,12 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         estimate; see the Notes.
     calibration_size : float, default=0.25
         Share of the rows that only calibrate. With ``fit(..., X_calibration=...)`` it has no effect: all rows train.
+    score_folds : int or None, default=None
+        Folds of the training rows whose out-of-fold evidence fits the head's scores, so that all calibration rows set
+        the threshold. Estimator and head are fitted once more for each fold. 0 fits the scores to a fifth of the
+        calibration rows, which costs accepted rows if these are few. None: 3 for ``risk`` or ``costs`` with fewer than
+        5000 calibration rows, otherwise 0. There are no such folds with ``cv``, for a fitted estimator
+        (``FrozenEstimator``), for a class with fewer rows than folds, and with ``groups`` of ``X_calibration``.
     reject_label : label or None, default=None
         Label that ``predict`` returns for refused rows. None: ``predict`` returns the estimator's labels only.
     keep_points : bool, default=False
@@ -171,6 +177,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         average: Any = False,
         cv: Any = None,
         calibration_size: Any = 0.25,
+        score_folds: Any = None,
         reject_label: Any = None,
         keep_points: Any = False,
         random_state: Any = 0,
@@ -186,6 +193,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         self.average = average
         self.cv = cv
         self.calibration_size = calibration_size
+        self.score_folds = score_folds
         self.reject_label = reject_label
         self.keep_points = keep_points
         self.random_state = random_state
@@ -260,11 +268,15 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         if self.reject_label is not None and self.reject_label in y.tolist():
             raise ValueError(f"reject_label={printable(self.reject_label)} is a label of y; choose another one.")
         random = check_random_state(self.random_state)
-        training = ClassifierTraining(self.estimator, self.embed, X, y, fit_params, self.keep_points)
-        per_point, rows = (1.0 / self.calibration_size if self.cv is None else 1.0), "rows of X"
-        if X_calibration is not None:
+        score_folds = self.score_folds
+        if (codes is not None and y_calibration is not None) or (score_folds is None and wish.for_rate):
+            score_folds = 0
+        training = ClassifierTraining(self.estimator, self.embed, X, y, fit_params, self.keep_points, score_folds)
+        given, rows = len(y), "rows of X"
+        if y_calibration is not None:
             fitted = training.calibrate_with_rows(X_calibration, y_calibration, random)
-            per_point, rows = 1.0, "rows of X_calibration"
+            given, rows = len(y_calibration), "rows of X_calibration"
+            codes = None if codes is None else np.append(np.zeros_like(codes, shape=len(y)), codes)
         elif self.cv is None:
             fitted = training.calibrate_with_part(self.calibration_size, random)
         else:
@@ -276,7 +288,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             warnings.warn(self.embedding_.loss, EmbeddingWarning, stacklevel=2)
         if shortfall is None:
             of_rows = None if codes is None else codes[fitted.rows]
-            self.acceptance_, shortfall = keep_promise(self.head_, wish, of_rows, per_point, rows)
+            self.acceptance_, shortfall = keep_promise(self.head_, wish, of_rows, given / len(fitted.rows), rows)
         if shortfall is not None:
             warnings.warn(shortfall, CalibrationWarning, stacklevel=2)
         return self
@@ -286,6 +298,8 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         for name in ("risk", "flag_rate", "delta", "calibration_size"):
             if getattr(self, name) is not None:
                 check_share(getattr(self, name), name)
+        if self.score_folds is not None and check_count(self.score_folds, "score_folds") == 1:
+            raise ValueError("One fold would leave no rows to fit; pass score_folds=2 or more, or 0 for no folds.")
         if self.by is not None:
             check_choice("by", self.by, ("predicted", "region", "class", *_GIVEN))
         if self.risk is None and (self.by is not None or self.average):

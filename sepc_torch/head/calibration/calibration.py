@@ -278,6 +278,7 @@ class Calibration(nn.Module):
         unknown_odds: float | None = None,
         unknowns: Mapping[str, Float[Tensor, "U _"]] | None = None,
         units: Int[Array, "M"] | None = None,
+        ranked: Bool[Tensor, "M"] | None = None,
     ) -> None:
         """Fit to points with known labels.
 
@@ -295,8 +296,12 @@ class Calibration(nn.Module):
             unknowns: Nonconformity of examples of unknowns for each source of labels; see :func:`example_set`.
             units: The unit of each point, as an index from 0; a unit is ranked as a whole or not at all. None for
                 independent points.
+            ranked: Which points are ranked; None to choose them by chance.
         """
-        held, fitted = _split(len(codes), rank_fraction, seed, units)
+        if ranked is None:
+            held, fitted = _split(len(codes), rank_fraction, seed, units)
+        else:
+            held, fitted = ranked.nonzero().squeeze(1), (~ranked).nonzero().squeeze(1)
         unit = None if units is None else torch.from_numpy(units)
         for name, source in (("network", self.network), ("own", self.own)):
             if name in values:

@@ -59,6 +59,7 @@ class Neighbours(Derived):
     codes: Tensor
     searched: Tensor
     kept: Tensor | None
+    distinct: Tensor | None
     half_squares: Tensor
     slots: Tensor
     columns: Tensor
@@ -110,7 +111,8 @@ class Neighbours(Derived):
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise.
 
         ``searched`` holds the points with the digits of the search. Of those of a class that are equal only the first
-        is searched: ``kept`` holds these, or is None if all differ. Nothing is computed if no dtype and device changed.
+        is searched: ``kept`` holds their indices, ``distinct`` their digits; both are None if all differ. Nothing is
+        computed if no dtype and device changed.
         """
         if self._places and self._places == self._dtypes_and_devices():
             return
@@ -120,7 +122,9 @@ class Neighbours(Derived):
         dim, most = searched.shape[1], _largest_rounding(searched, self.typical)
         self.far_apart = dim**0.5 > most
         kept, self.distinct_ends = distinct_points(searched, self.ends)
-        self.register_buffer("kept", None if len(kept) == len(searched) else kept, persistent=False)
+        repeated = len(kept) < len(searched)
+        self.register_buffer("kept", kept if repeated else None, persistent=False)
+        self.register_buffer("distinct", searched[kept] if repeated else None, persistent=False)
         squares = searched[kept].double().square().sum(dim=1) / 2
         self.register_buffer("half_squares", squares if self.far_apart else squares.to(searched), persistent=False)
         groups = group_classes(self.distinct_ends)
@@ -181,7 +185,7 @@ class Neighbours(Derived):
         offset = torch_ops.relative(z, as_dtype(self.origin, z.dtype))
         if self.in_half:
             offset = as_dtype(as_half(offset), self.half_squares.dtype)
-        points = self.searched if self.kept is None else self.searched.index_select(0, self.kept)
+        points = self.searched if self.distinct is None else self.distinct
         points, half_squares = as_dtype(points, offset.dtype), self.half_squares
         if half_squares.dtype != offset.dtype:
             half_squares = points.square().sum(dim=1) / 2
