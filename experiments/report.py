@@ -218,6 +218,7 @@ PAGES: dict[str, dict[str, Section]] = {
         "drift": Section(promises.drift, ("drift",)),
         "novelties": Section(promises.novelties, ("novelties",)),
         "label_errors": Section(labels.label_errors, ("label_errors",)),
+        "human_errors": Section(labels.HUMAN_ERRORS, ("human_errors",)),
         "active": Section(labels.active, ("active_learning",)),
         "monitor_cost": Section(labels.MONITOR_COST, ("lightning_digits",)),
         "files": Section(speed.FILES, ("bench_files",)),

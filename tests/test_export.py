@@ -111,6 +111,7 @@ ALONE = """
     extra = {"head.json": ""}
     program = torch.export.load(sys.argv[1] + "/head.pt2", extra_files=extra).module()
     assert json.loads(extra["head.json"])["classes"] == ["a", "b", "c"]
+    assert json.loads(extra["head.json"])["reasons"]["3"] == "novel"
     assert len(program(rows["z"][:1], rows["logits"][:1])["label"]) == 1
     out = program(rows["z"], rows["logits"])
     np.savez(sys.argv[1] + "/alone.npz", **{name: column.numpy() for name, column in out.items()})

@@ -172,7 +172,7 @@ class TestStates:
         assert guard.state == "broken"
         needed = guard.needed()
         assert needed.labels is None
-        assert "No threshold seems to keep the risk" in guard.report().sentence
+        assert "No threshold of the present scores seems to keep the risk" in guard.report().sentence
 
     def test_a_new_alarm_begins_a_new_epoch(self, head: TrustHead) -> None:
         guard = quiet(head)
@@ -224,8 +224,12 @@ class TestRestoring:
             assert restored.labels > 20
             assert restored.promise.risk == RISK
             assert guard.threshold == restored.threshold
-        assert guard.report().state == "holds"
+        report = guard.report()
+        assert (report.state, report.alarms, report.restored) == ("holds", 1, report.rows)
+        assert f"suspended once, and labels restored it after row {report.rows}" in report.sentence
         later = stream.judge(300, shift=3.0)
+        assert "300 rows" in repr(later)
+        assert "promise: holds" in repr(later)
         assert later.state == "holds"  # the reference for drift is the shifted stream now
         assert later.out.accept.any()
         stream.judge(300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def close(a: HeadPrediction, b: HeadPrediction) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("with_logits", "reference_points"), [(True, 100), (False, 0)])
+def test_columns_in_another_order_are_noticed(rng: np.random.Generator) -> None:
+    labels = np.arange(200) % 3
+    x = rng.normal(size=(200, 4)) + 3.0 * np.eye(3, 4)[labels]
+    head = TrustHead.fit(x[:100], labels[:100], normalize=None)
+    for logits, warned in ((x[:, :3], False), (x[:, [2, 1, 0]], True), (rng.normal(size=(200, 3)), False)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            head.calibrate(x[100:], labels[100:], logits[100:])
+        assert any("another order than the columns" in str(one.message) for one in found) == warned
+
+
 def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_points: int) -> None:
     """Calibration sets are drawn with replacement from a pool, so that the true risk is known exactly."""
     head = fit(rng, reference_points=reference_points)

@@ -352,6 +352,22 @@ def test_one_logit_is_two_classes(rng: Rng) -> None:
     assert torch.equal(out.label, (net(x)[:, 0] > 0).long())
 
 
+def test_classes_without_calibration_rows_are_named(rng: Rng) -> None:
+    x, y = blobs(rng, 300)
+    with pytest.warns(UserWarning, match="calibration data have no row of the classes 2: nothing is promised"):
+        trusted = TrustedModel.fit(network(), loader(rng, 200), [(x[y < 2], y[y < 2])], risk=0.1).eval()
+    out = trusted(x)
+    assert repr(out).startswith(f"TrustedPrediction(300 rows, {int(out.accept.sum())} accepted, ")
+    assert sum(int(part.split()[0]) for part in repr(out)[18:-1].split(", ")[1:]) == 300
+
+
+def test_a_sample_with_nan_is_not_taken_for_augmentation(rng: Rng) -> None:
+    x, y = blobs(rng, 100)
+    x[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        TrustedModel.fit(network(), loader(rng, 200), DataLoader(TensorDataset(x, y), batch_size=50))
+
+
 def test_labels_in_another_order_are_an_error(rng: Rng) -> None:
     names = np.array(["ant", "bee", "cat"])
     data = [[(x, names[y.numpy()].tolist()) for x, y in [blobs(rng, 200)]] for _ in range(2)]

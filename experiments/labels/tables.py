@@ -17,6 +17,22 @@ MONITOR_COST = Table(
 )
 
 
+HUMAN_ERRORS = Table(
+    "5000 training pictures of CIFAR-10 with the labels of people, which differ from CIFAR-10's own in the share "
+    '"wrong"; the logistic regression of both methods is right in {accuracy:.1%} with the true labels',
+    [
+        ("labels of people", "labels"),
+        ("wrong", "wrong", "{:.1%}"),
+        ("average precision: `suspicious_labels`", "precision.ours", "{:.3f}"),
+        ("cleanlab", "precision.cleanlab", "{:.3f}"),
+        ("wrong among the first 5 %: `suspicious_labels`", "first.ours", "{:.0%}"),
+        ("cleanlab ", "first.cleanlab", "{:.0%}"),
+        ("estimated share", "estimated", "{:.1%}"),
+        ("found at fdr=0.1, false", lambda r: f"{r['found']}, {r['false']:.0%}"),
+    ],
+)
+
+
 def label_errors(results: Row) -> str:
     """Average precision of the rows with a flipped label, and the discoveries at the false discovery rate."""
     runs = [run for part in results["parts"].values() for run in part]

@@ -99,6 +99,9 @@ class GuardedPrediction(NamedTuple):
     ids: Int[Tensor, "B"]
     reason: Int[Tensor, "B"]
 
+    def __repr__(self) -> str:
+        return f"GuardedPrediction({len(self.ids)} rows, {int(self.out.accept.sum())} accepted, promise: {self.state})"
+
 
 class Needed(NamedTuple):
     """What a suspended promise needs.
@@ -156,6 +159,8 @@ class GuardReport(NamedTuple):
         asked: Number of rows that were asked for.
         answered: Number of labels that arrived.
         needed: What restores the promise; None while it holds, and without a risk monitor.
+        alarms: How often the promise was suspended.
+        restored: Number of rows when labels restored it last; None if they never did.
     """
 
     state: PromiseState
@@ -168,12 +173,18 @@ class GuardReport(NamedTuple):
     asked: int
     answered: int
     needed: Needed | None
+    alarms: int
+    restored: int | None
 
     @property
     def sentence(self) -> str:
         """The state in one sentence."""
         if self.state == "holds":
-            return f"The promise holds after {self.rows} rows, {self.accepted:.1%} of them accepted."
+            found = f"The promise holds after {self.rows} rows, {self.accepted:.1%} of them accepted."
+            if self.restored is None:
+                return found
+            times = "once" if self.alarms == 1 else f"{self.alarms} times"
+            return f"{found} It was suspended {times}, and labels restored it after row {self.restored}."
         why = {
             "unverified": "the stream has drifted, and no labels show that the risk is kept",
             "broken": "labels show that the risk is not kept",
@@ -185,7 +196,8 @@ class GuardReport(NamedTuple):
             return f"{found} After {self.needed.rows} more rows, labels can be asked for."
         if self.needed.labels is None:
             return (
-                f"{found} No threshold seems to keep the risk on these rows: fit or calibrate a head with new labels."
+                f"{found} No threshold of the present scores seems to keep the risk on these rows, though many of "
+                "their labels may be right: calibrate the head with some hundred of them, and start a new guard."
             )
         if self.needed.labels == 0:
             return f"{found} The labels are enough to restore it: call recalibrate()."
@@ -201,7 +213,10 @@ class GuardReport(NamedTuple):
         return {**self._asdict(), **reports, "accuracy": self.accuracy and self.accuracy._asdict(), "needed": needed}
 
     def __str__(self) -> str:
-        return "\n".join([self.sentence, *(part.sentence for part in (self.drift, self.risk) if part is not None)])
+        lines = [self.sentence, *(part.sentence for part in (self.drift, self.risk) if part is not None)]
+        if self.since is not None and self.drift is not None and not self.drift.alarm:
+            lines[1] = f"Compared with the rows after the alarm: {lines[1]}"
+        return "\n".join(lines)
 
 
 OnAlarm = str | Callable[[GuardReport], object]
@@ -291,7 +306,8 @@ class Guard:
         # Rows of the epoch's window and reference, as long as they are incomplete; None once the epoch is watched.
         self._collected: dict[str, Array] | None = None
         self._recent, self._closed = dict(_NO_ROWS), np.zeros(0, np.int64)
-        self._since, self._next, self._answered, self._drawn = 0, 0, 0, 0
+        self._since, self._next, self._answered, self._drawn, self._alarms = 0, 0, 0, 0, 0
+        self._restored: int | None = None
         self._counts, self._lock = RowMetrics(), threading.RLock()
         if self.drift is not None and self.drift.p_value <= self.drift.alpha:
             self._suspend("unverified", 0)
@@ -472,6 +488,8 @@ class Guard:
                 self._answered + len(self.waiting),
                 self._answered,
                 None if held or self.risk is None else self.needed(),
+                self._alarms,
+                self._restored,
             )
 
     def __str__(self) -> str:
@@ -528,7 +546,8 @@ class Guard:
             arrays["threshold"] = np.array([] if self.threshold is None else [self.threshold])
             about: dict[str, Any] = {"state": self.state, "window": self.window}
             about |= {"seed": self.seed, "since": self._since, "next": self._next, "answered": self._answered}
-            about |= {"drawn": self._drawn, "head": _checksum(self.head)}
+            about |= {"drawn": self._drawn, "alarms": self._alarms, "restored": self._restored}
+            about["head"] = _checksum(self.head)
             about["drift"] = self.drift and {"alpha": self.drift.alpha, "seed": self.drift.seed}
             about["risk"] = None
             if self.risk is not None:
@@ -567,6 +586,7 @@ class Guard:
             guard._trial = _Trial(_part("trial.", arrays)) if "trial.threshold" in arrays else None
             guard._since, guard._next, guard._answered = about["since"], about["next"], about["answered"]
             guard._drawn, guard._counts = about["drawn"], RowMetrics.of(_part("counts.", arrays))
+            guard._alarms, guard._restored = about["alarms"], about["restored"]
         return guard
 
     def belongs_to(self, head: TrustHead) -> bool:
@@ -633,6 +653,7 @@ class Guard:
     def _suspend(self, state: PromiseState, row: int) -> None:
         """Begin an epoch at a row of the stream. A broken promise stays broken."""
         self._close()
+        self._alarms += self.state == "holds"
         self.state = "broken" if self.state == "broken" else state
         self._since, self._collected = row, dict(_NO_ROWS)
 
@@ -642,7 +663,7 @@ class Guard:
         self._closed = np.concatenate([self._closed, risk.waiting.numpy()])
         groups: Any = risk.by
         self.risk = RiskMonitor(self.head, risk.risk, risk.alpha, groups, risk.seed)
-        self.state = "holds"
+        self.state, self._restored = "holds", self._counts.rows
 
     def _close(self) -> None:
         """Drop the tests of this epoch; labels that still arrive for them are ignored."""

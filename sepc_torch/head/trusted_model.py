@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from sepc_torch.data.options import check_count
 from sepc_torch.data.progress import Bar, Choice
+from sepc_torch.head.calibration.calibration import better_order
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.network import LABELS, Places, TappedNetwork, channels_first, find_places, output_logits, unwrapped
 from sepc_torch.head.prediction import HeadPrediction
@@ -37,9 +38,8 @@ from sepc_torch.shapes import Array
 
 # Rows of the batch that finds the places in a network: all activations are kept for a moment.
 _TRACED_ROWS = 4
-# Labels are taken for those of other columns if another order makes this many times fewer mistakes, and few.
-_MIXED_UP = 3.0
-_FEW_MISTAKES = 0.5
+# With this many calibration rows for each class, all classes are expected among them.
+_EACH_CLASS = 10
 # Positions of a map or sequence that are read of each sample; they are alike, and more add little.
 _POSITIONS = 200
 # Least share of calibration rows that differ from each other.
@@ -78,6 +78,13 @@ class TrustedPrediction(NamedTuple):
     def reasons(self) -> list[str]:
         """The reasons as text."""
         return [Reason(code).text for code in self.reason.flatten().tolist()]
+
+    def __repr__(self) -> str:
+        if type(self.reason) is not Tensor:  # a tensor without values, as in a trace
+            return f"TrustedPrediction({', '.join(self._fields)})"
+        counts = torch.bincount(self.reason.flatten(), minlength=len(Reason)).tolist()
+        shown = ", ".join(f"{number} {Reason(code).text}" for code, number in enumerate(counts) if number)
+        return f"TrustedPrediction({', '.join(filter(None, [f'{sum(counts)} rows', shown]))})"
 
 
 class Features(NamedTuple):
@@ -260,7 +267,7 @@ class TrustedModel(nn.Module):
             columns = rows.logits.shape[1]
             codes, names = _codes(rows.y, order, columns), order if order is not None else list(range(columns))
             _check_every_class(codes, names)
-            _check_logits(codes, rows.logits, "training")
+            _check_logits(codes, rows.logits, names, "training")
             trusted.head = TrustHead.fit(
                 rows.z, np.array(names)[codes], layers=rows.layers, classes=names, progress=progress, **options
             )
@@ -301,7 +308,7 @@ class TrustedModel(nn.Module):
         rows = _joined(batches, self.places.layers)
         assert rows.y is not None
         codes = _codes(rows.y, self._names(), rows.logits.shape[1])
-        _check_logits(codes, rows.logits, "calibration")
+        _check_logits(codes, rows.logits, self.classes, "calibration")
         if rows.units is None:
             _warn_of_copies(rows.z)
         names = np.array(self.classes)[codes]
@@ -615,29 +622,32 @@ def _check_every_class(codes: Array, names: list[Any]) -> None:
         )
 
 
-def _check_logits(codes: Array, logits: Array, what: str) -> None:
+def _check_logits(codes: Array, logits: Array, names: list[Any], what: str) -> None:
     """Raise ValueError if the labels are in another order than the columns, or one logit is a probability.
 
-    Another order is found by the assignment of labels to columns with the fewest mistakes.
+    Warn if classes have no row.
     """
-    from scipy.optimize import linear_sum_assignment
-
     columns = logits.shape[1]
     if columns == 2 and not logits[:, 0].any() and logits[:, 1].min() >= 0.0 and logits[:, 1].max() <= 1.0:
         raise ValueError(
             "The network's single output lies between 0 and 1, so that it is a probability, not a logit. Let the "
             "network return the value before its sigmoid."
         )
-    counts = np.zeros((columns, columns))
-    np.add.at(counts, (codes, logits.argmax(axis=1)), 1)
-    rows, best = linear_sum_assignment(-counts)
-    wrong, least = 1.0 - np.trace(counts) / len(codes), 1.0 - counts[rows, best].sum() / len(codes)
-    if wrong > _MIXED_UP * max(least, 1.0 / len(codes)) and least < _FEW_MISTAKES:
+    if (found := better_order(codes, logits.argmax(axis=1), columns)) is not None:
         raise ValueError(
-            f"The labels of the {what} data seem to be in another order than the columns of the logits: {wrong:.0%} of "
-            f"the network's labels are wrong, and {least:.0%} would be in another order. Pass classes=, the names in "
+            f"The labels of the {what} data seem to be in another order than the columns of the logits: {found[0]:.0%} "
+            f"of the network's labels are wrong, and {found[1]:.0%} would be in another order. Pass classes=, names in "
             "the order of the logits, with labels that are these names; or labels=, a function that maps them to "
             "columns."
+        )
+    counts = np.bincount(codes, minlength=columns).tolist()
+    missing = [name for name, count in zip(names, counts, strict=True) if not count]
+    if missing and len(codes) >= _EACH_CLASS * columns:
+        shown = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        warnings.warn(
+            f"The {what} data have no row of the classes {shown}: nothing is promised about them. Calibrate with data "
+            "drawn like those in use.",
+            stacklevel=3,
         )
 
 
@@ -805,9 +815,14 @@ def _warn_of_augmentation(data: Any) -> None:
         else []
         for item in pair
     )
-    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(first, second, strict=False)):
+    if any(a.shape != b.shape or not _same(a, b) for a, b in zip(first, second, strict=False)):
         warnings.warn(
             "The calibration data are augmented at random: reading a sample twice gives two results. P-values and "
             "promises then hold for augmented samples; calibrate with the transforms that are used in prediction.",
             stacklevel=3,
         )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors of the same shape hold the same values; NaN equals NaN."""
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())

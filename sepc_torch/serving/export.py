@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sepc_torch import __version__
 from sepc_torch.data import files
 from sepc_torch.head.prediction import HeadPrediction
+from sepc_torch.head.reasons import Reason
 from sepc_torch.head.standard_operators import StandardOperators
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.head.trusted_model import TrustedModel, TrustedPrediction
@@ -222,4 +223,5 @@ def _description(model: TrustHead | TrustedModel) -> dict[str, Any]:
     names = {"classes": head.classes, "feature_names": head.feature_names, "in_features": head.in_features}
     promise = None if head.promise is None else str(head.promise)
     made = {"promise": promise, "threshold": threshold, "version": __version__}
-    return {**names, "layers": head.layer_names, "encoding": encoding, **made}
+    reasons = {int(reason): reason.text for reason in Reason}
+    return {**names, "layers": head.layer_names, "encoding": encoding, **made, "reasons": reasons}

@@ -55,6 +55,9 @@ _MAX_DUPLICATES = 0.5
 _FITTED_SHARE, _LEAST_FITTED = 0.2, 40
 # Largest deviation of a sum of probabilities from one: that of probabilities in bfloat16. All rows must be as near.
 _NORMALISED = 0.02
+# Labels are taken for those of other columns if another order makes this many times fewer mistakes, and few; orders of
+# more classes than this are not searched.
+_MIXED_UP, _FEW_MISTAKES, _MOST_ORDERED = 3.0, 0.5, 1000
 # Bound of the temperature and of its inverse: labels without a mistake would drive the temperature to zero.
 _MAX_TEMPERATURE = 20.0
 
@@ -130,6 +133,12 @@ def calibration_set(
     refuse_undefined_logits(given, "Drop those rows from the calibration points.")
     warn_of_probabilities(given, stacklevel=6)
     label = given.argmax(dim=1)
+    if (found := better_order(codes.cpu().numpy(), label.cpu().numpy(), classes)) is not None:
+        warnings.warn(
+            f"The labels seem to be in another order than the columns of the logits: {found[0]:.0%} of the network's "
+            f"labels are wrong, and {found[1]:.0%} would be in another order. Column c must be that of classes[c].",
+            stacklevel=5,
+        )
     values["network"] = evidence.values(measurements, label)
     label = torch.where(rows_without_prediction(given), -1, label)
     right["network"] = label == codes
@@ -168,6 +177,26 @@ def example_set(
     check_logits(given, (len(z), classes), z.device)
     refuse_undefined_logits(given, "Drop those rows from the examples of unknowns.")
     return {"own": own, "network": torch.cat([own, energies(finite_logits(given)).unsqueeze(1)], dim=1)}
+
+
+def better_order(codes: Int[Array, "M"], predicted: Int[Array, "M"], classes: int) -> tuple[float, float] | None:
+    """The share of mistakes, and that with labels in the best other order, if that makes far fewer mistakes; or None.
+
+    The best order is the assignment of labels to columns with the fewest mistakes. Not searched for many classes.
+
+    >>> better_order(np.array([0, 1, 2, 0, 1, 2]), np.array([2, 1, 0, 2, 1, 0]), 3)
+    (0.66..., 0.0)
+    >>> better_order(np.array([0, 1, 2, 0, 1, 2]), np.array([0, 1, 2, 0, 1, 1]), 3)
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    if classes > _MOST_ORDERED:
+        return None
+    counts = np.zeros((classes, classes))
+    np.add.at(counts, (codes, predicted), 1)
+    rows, best = linear_sum_assignment(-counts)
+    wrong, least = (float(1.0 - right / len(codes)) for right in (np.trace(counts), counts[rows, best].sum()))
+    return (wrong, least) if wrong > _MIXED_UP * max(least, 1.0 / len(codes)) and least < _FEW_MISTAKES else None
 
 
 def warn_of_probabilities(logits: Float[Tensor, "M C"], stacklevel: int = 2) -> None:

@@ -23,6 +23,7 @@ this threshold needs no division of :math:`\delta`, since every group must pass 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -240,6 +241,13 @@ def _observed(labels: LabelCalibration, sepc: SEPC, risk: float, delta: float, b
     fitted = np.delete(keys, held)
     expected = np.bincount(fitted, minlength=len(gaps)) * (len(held) / len(fitted))
     of_key = merge_thin(expected, gaps, risk, delta, joint)
+    if len(of_key) > 1 and not of_key.any():
+        kind = "regions" if by == "region" else "classes"
+        warnings.warn(
+            f"The {len(of_key)} {kind} have too few points for promises of their own, so that all were merged and the "
+            "promise is one over all rows. Calibrate with more rows, or ask for a larger risk or joint=False.",
+            stacklevel=6,
+        )
     names = np.arange(len(gaps)).tolist() if by == "region" else sepc.classes
     members = [tuple(names[k] for k in np.flatnonzero(of_key == g)) for g in range(of_key.max() + 1)]
     return Groups(members, of_key, keys)
