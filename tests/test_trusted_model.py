@@ -234,6 +234,24 @@ def test_probabilities_are_traced_back_to_logits() -> None:
     assert not find_places(nn.Sequential(*base), (torch.randn(3, 4),), {}).normalised
 
 
+def test_the_output_may_have_another_precision_than_the_last_layer() -> None:
+    """Mixed precision computes in bfloat16 and turns the output into float32."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.classifier = nn.Linear(4, 3), nn.Linear(3, 3)
+            self.unused = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = self.classifier(self.body(x).relu())
+                self.unused(x)
+            return logits.float()
+
+    assert find_places(Mixed(), (torch.randn(3, 4),), {}, layers=None) == Places("classifier")
+
+
 def test_misspelt_names_get_a_hint() -> None:
     with pytest.raises(ValueError, match=r"Did you mean 'layer2'\?"):
         find_places(ResNet(), *example("resnet"), layers=["leyer2"])

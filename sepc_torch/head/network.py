@@ -176,7 +176,8 @@ def _equal(made: Tensor | None, output: Tensor) -> bool:
     """Whether a layer's result is the output, up to rounding, a reshape or a dimension of size one."""
     if made is None or made.numel() != output.numel():
         return False
-    return torch.allclose(made.reshape(output.shape), output, rtol=1e-3, atol=1e-5, equal_nan=True)
+    made = made.reshape(output.shape).to(output.dtype)  # mixed precision may turn the output into float32
+    return torch.allclose(made, output, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _stages(network: nn.Module, calls: list[_Call], last: str) -> tuple[str, ...]:
