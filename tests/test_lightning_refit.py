@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sepc_torch import TrustHead, TrustMonitor
+from sepc_torch.training.callbacks import FitSample
 from sepc_torch.training.flags import as_trust_head
 from sepc_torch.training.lightning.hooks import ActivePass
-from sepc_torch.training.lightning.refitting import FitSample, head_bytes, head_from_bytes
+from sepc_torch.training.lightning.refitting import head_bytes, head_from_bytes
 from sepc_torch.training.lightning.schedule import CostMeter, ends_with_validation
 from sepc_torch.training.subsets import calibration_half, hash_ids, sample_per_class
 

@@ -21,6 +21,7 @@ from sepc_torch.head.promises.conformal import check_share
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
 from sepc_torch.partitioning.landscape import SmallDisjunct
+from sepc_torch.training.callbacks import FitSample, StageResult, fingerprint, same_weights, stage_result
 from sepc_torch.training.flags import (
     Rows,
     as_trust_head,
@@ -37,17 +38,14 @@ from sepc_torch.training.lightning.inference_pass import Pass, active_pass
 from sepc_torch.training.lightning.pages import figure_loggers, file_stem, log_figures, write_page
 from sepc_torch.training.lightning.pooling import PoolScores
 from sepc_torch.training.lightning.refitting import (
-    FitSample,
     calibration_rows,
     find_last_layer,
-    fingerprint,
     fit_head,
     fit_rows,
     fit_samples,
     head_bytes,
     head_from_bytes,
     is_augmented,
-    same_weights,
 )
 from sepc_torch.training.lightning.schedule import Schedule, is_last
 from sepc_torch.training.lightning.settings import (
@@ -67,11 +65,9 @@ from sepc_torch.training.lightning.settings import (
 from sepc_torch.training.lightning.stage_results import (
     PredictionStream,
     Recorder,
-    StageResult,
     accepted_and_right,
     batch_columns,
     checked_logits,
-    stage_result,
 )
 from sepc_torch.training.query import BETA, METHOD, NOVEL_SHARE, Candidates, Stop, choose, stopping_rule
 from sepc_torch.training.selection import Method

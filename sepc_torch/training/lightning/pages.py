@@ -12,7 +12,7 @@ import torch
 
 from sepc_torch.head.drift import DriftReport
 from sepc_torch.head.trust_head import TrustHead
-from sepc_torch.training.lightning.stage_results import StageResult
+from sepc_torch.training.callbacks import StageResult
 from sepc_torch.training.subsets import random_subset
 
 # Points of the picture of the embedding: more of them hide each other.

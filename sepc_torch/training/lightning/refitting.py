@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from sepc_torch.head.network import Places, find_places
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.sepc import SEPC
-from sepc_torch.shapes import Float, Int
+from sepc_torch.shapes import Int
 from sepc_torch.training import LabelPool
+from sepc_torch.training.callbacks import FitSample
 from sepc_torch.training.flags import Rows, as_trust_head
 from sepc_torch.training.lightning.batches import (
     batch_ids,
@@ -42,18 +43,11 @@ from sepc_torch.training.subsets import calibration_half, id_numbers, random_sub
 
 # Number of ids in an error message.
 _NAMED = 5
-# Samples of the first pass over a data set, which finds the samples of every class. It reads pieces until every class
-# that it has found has enough samples: at least 5000, in which a class with one sample in 1000 is missed with
-# probability 0.7 %, and at most 50 000.
-_FIRST_PIECE, _FIRST_PASS = 5000, 50_000
 # Validation samples to calibrate with: half of them rank the scores, enough to promise an error of 0.3 %.
 _MOST_CALIBRATION = 2000
 # Samples that find the last linear layer: all activations are kept for a moment.
 _TRACED = 4
 _BOTH = ("emb", "logits")
-# Relative tolerance between fingerprints. Another order of summation, as on another device, changes them by less; a
-# training step changes them by more.
-_SAME_WEIGHTS = 1e-9
 
 
 def fit_samples(trainer: Any, fit_data: Any, pool: LabelPool | None) -> Samples:
@@ -118,41 +112,6 @@ def is_augmented(module: Any, dataset: Any) -> bool:
     return first is not None and second is not None and not torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-class FitSample:
-    """The positions of the samples that the last refit used; later refits embed only these.
-
-    The labels of a data set are known only after its batches are read, so the first refit runs the module over more
-    samples than it uses.
-    """
-
-    def __init__(self) -> None:
-        self._dataset: Any = None
-        self._size = 0
-        self._positions: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return FitSample().__dict__
-
-    def pieces(self, dataset: Any, limit: int | None) -> list[Int[Tensor, "n"]]:
-        """Positions in the data set to embed, in pieces: the later ones only if some class needs more samples."""
-        if self._positions is not None and dataset is self._dataset and len(dataset) == self._size:
-            return [self._positions]
-        ends = [_FIRST_PASS] if limit is None else [_FIRST_PIECE, 2 * _FIRST_PIECE, 4 * _FIRST_PIECE, _FIRST_PASS]
-        every = torch.arange(len(dataset))
-        found, read = [], every[:0]
-        for end in ends:
-            subset = random_subset(every, end)  # a larger subset holds the smaller ones
-            found.append(subset[~torch.isin(subset, read)])
-            read = subset
-            if len(subset) == len(every):
-                break
-        return found
-
-    def keep(self, dataset: Any, positions: Int[Tensor, "n"]) -> None:
-        """Use these positions for the next refits on the data set."""
-        self._dataset, self._size, self._positions = dataset, len(dataset), positions
-
-
 def labelled_rows(
     run: Pass, samples: Samples, positions: Int[Tensor, "n"], what: str, only: tuple[str, ...], limit: int | None = None
 ) -> Rows:
@@ -186,17 +145,9 @@ def labelled_rows(
 
 def fit_rows(run: Pass, samples: Samples, limit: int | None, sample: FitSample) -> Rows:
     """Embeddings and labels to fit to, at most ``limit`` per class, equal on every process."""
-    rows: Rows = {}
-    for piece in sample.pieces(samples.dataset, limit):
-        found = labelled_rows(run, samples, piece, "to fit to", ("emb",), limit)
-        joined = {name: torch.cat([rows[name], column]) if rows else column for name, column in found.items()}
-        order = joined["id"].argsort()
-        order = order[sample_per_class(joined["id"][order], joined["target"][order], limit)]
-        rows = {name: column[order] for name, column in joined.items()}
-        if limit is not None and bool((rows["target"].unique(return_counts=True)[1] == limit).all()):
-            break
-    sample.keep(samples.dataset, rows["id"])
-    return rows
+    return sample.rows(
+        samples.dataset, limit, lambda piece: labelled_rows(run, samples, piece, "to fit to", ("emb",), limit)
+    )
 
 
 def calibration_rows(run: Pass, data: Any) -> Rows | None:
@@ -266,20 +217,3 @@ def head_from_bytes(data: Tensor) -> TrustHead:
         path = Path(folder) / "head.safetensors"
         path.write_bytes(data.cpu().numpy().tobytes())
         return TrustHead.load(path)
-
-
-@torch.no_grad()
-def fingerprint(module: nn.Module) -> Float[Tensor, "3"]:
-    """Fingerprint of a module's weights: the sums of their values, absolute values and squares."""
-    total = torch.zeros(3, dtype=torch.float64)
-    for weight in module.parameters():
-        if weight.is_floating_point():
-            values = weight.detach().double()
-            total += torch.stack([values.sum(), values.abs().sum(), values.square().sum()]).cpu()
-    return total
-
-
-def same_weights(a: Float[Tensor, "3"], b: Float[Tensor, "3"]) -> bool:
-    """Whether two fingerprints belong to the same weights, up to the order of summation."""
-    scale = torch.maximum(a, b)[1].clamp_min(1.0)  # of the absolute values, because the plain sum may cancel
-    return bool(((a - b).abs() <= _SAME_WEIGHTS * scale).all())

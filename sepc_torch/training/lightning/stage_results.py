@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +15,14 @@ from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Bool, Float
 from sepc_torch.training.flags import (
-    CALIBRATED,
     Rows,
     Seen,
     assess,
     binary_logits,
     class_count,
-    find_reasons,
     is_calibrated,
     label_values,
-    no_rows,
     own_labels,
-    stage_numbers,
 )
 from sepc_torch.training.lightning.batches import (
     Ids,
@@ -39,34 +35,12 @@ from sepc_torch.training.lightning.batches import (
 )
 from sepc_torch.training.lightning.hooks import Captures, read_all
 from sepc_torch.training.lightning.settings import Functions, MisconfigurationException, say
-from sepc_torch.training.subsets import calibration_half, id_numbers
 from sepc_torch.training.trust_table import TrustTable
 
 # Number of labels in an error message.
 _NAMED = 5
 # Embeddings and logits that wait for the head: a call of a head takes 15 ms, however few rows it judges. 4 MiB.
 _WAITING_VALUES = 2**20
-
-
-class StageResult(NamedTuple):
-    """Table of all samples of a stage, and its summary statistics.
-
-    Attributes:
-        table: All samples.
-        numbers: Numbers of the measured samples, those that did not calibrate the head.
-        rows: Columns of the measured samples, with ``emb`` and ``logits`` if they were kept.
-        ids: Ids of the measured samples.
-    """
-
-    table: TrustTable
-    numbers: dict[str, float]
-    rows: Rows
-    ids: list[Any]
-
-    @property
-    def right(self) -> Bool[Tensor, "B"]:
-        """Whether each judged label of a measured sample is its target."""
-        return self.rows["network_label"] == self.rows["target"]
 
 
 def checked_logits(head: TrustHead, logits: Float[Tensor, "B L"]) -> Float[Tensor, "B M"]:
@@ -195,38 +169,6 @@ class Recorder:
 def _layout(batch: Rows) -> dict[str, tuple[int, ...]]:
     """Names and widths of the columns; batches with the same ones can be joined."""
     return {name: tuple(column.shape[1:]) for name, column in batch.items()}
-
-
-def stage_result(
-    rows: Rows, names: list[str], head: TrustHead, flag_rate: float, has_network: bool, halved: bool = False
-) -> StageResult:
-    """Build the table and the numbers of a stage from its gathered rows.
-
-    With ``halved`` the calibration half, which the head was calibrated on, is not measured.
-    """
-    rows = rows or no_rows()
-    own = own_labels(head.classes, rows["label"])
-    reason = rows["reason"] if "reason" in rows else find_reasons(rows, own, flag_rate)
-    ids = [names[place] if names else place for place in rows["id"].tolist()]
-    target = rows.get("target")
-    halved = halved and "joint" in rows
-    calibrates: Bool[Tensor, "B"] = calibration_half(id_numbers(ids)) if halved else torch.zeros(len(ids)) > 0
-    measured = {name: column[~calibrates] for name, column in rows.items()}
-    numbers = stage_numbers(
-        measured, reason[~calibrates], own[~calibrates], measured.get("target"), has_network=has_network
-    )
-    shown = {name: rows[name] for name in CALIBRATED if name in rows and name != "reason"}
-    if has_network:
-        shown |= {name: rows[name] for name in ("network_label", "network_trust", "network_margin")}
-    shown |= {"reason": reason} | {name: rows[name] for name in ("trust", "label", "rule", "distance", "margin")}
-    if target is not None:
-        shown["target"] = target
-    if halved:
-        shown["calibrates"] = calibrates
-    kept = [name for name, out in zip(ids, calibrates.tolist(), strict=True) if not out]
-    return StageResult(
-        TrustTable.of(ids, shown, head.classes), numbers, {**measured, "reason": reason[~calibrates]}, kept
-    )
 
 
 def accepted_and_right(table: TrustTable) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:
