@@ -26,8 +26,10 @@ test-all: $(INSTALLED) ## run all tests and doctests but the recipes
 # In a folder of their own: beside a torchvision that was not built for this torch, Lightning and torchmetrics warn or fail.
 # Without dependencies, one of which is another torch; the dependency groups list all that is needed.
 LIBRARIES := $(CURDIR)/build/models/$(or $(RECIPE),models)
+# tests/test_transformers.py needs the libraries of the recipe of its name.
 test-models: $(INSTALLED) $(LIBRARIES)/.installed ## run docs/recipes with their libraries; RECIPE=timm runs one
-	@PYTHONPATH=$(LIBRARIES) $(PYTEST) -m models "tests/test_recipes.py::test_a_recipe_runs$(if $(RECIPE),[$(RECIPE)])" $(ARGS)
+	@PYTHONPATH=$(LIBRARIES) $(PYTEST) -m models "tests/test_recipes.py::test_a_recipe_runs$(if $(RECIPE),[$(RECIPE)])" \
+		$(wildcard tests/test_$(or $(RECIPE),transformers).py) $(ARGS)
 
 $(LIBRARIES)/.installed: pyproject.toml constraints.txt | $(INSTALLED)
 	@rm -rf $(@D)

@@ -2,9 +2,9 @@
 
 The folders, in the order of the data: ``data`` checks arrays, ``solvers`` solves the convex programs, ``partitioning``
 covers labelled points with ellipsoids, ``model`` is the frozen torch classifier, ``head`` turns a network's embeddings
-into calibrated trust, ``metrics`` evaluates trust scores, ``training`` uses them in active learning and in Lightning.
-``layers`` holds the differentiable fits. ``serving`` runs heads in other processes. ``sklearn``, ``plot``, ``cli`` and
-``demo`` build on all of them.
+into calibrated trust, ``metrics`` evaluates trust scores, ``training`` uses them in active learning, Lightning and
+transformers. ``layers`` holds the differentiable fits. ``serving`` runs heads in other processes. ``sklearn``,
+``plot``, ``cli`` and ``demo`` build on all of them.
 
 Public names are imported on first use, so a frozen model runs where only torch and NumPy are installed. Type checkers
 read them from ``__init__.pyi``, which ``python tests/test_public_names.py`` writes.
@@ -49,6 +49,7 @@ _NAMES = {
     "solvers": ["distance_to_ellipsoid", "ellipsoids_intersect", "minimum_volume_ellipsoid", "reduced_hull_points"],
     "training": ["LabelPool", "select"],
     "training.lightning": ["PoolDataModule", "TrustMonitor"],
+    "training.transformers": ["TrustCallback"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

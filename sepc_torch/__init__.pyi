@@ -49,6 +49,7 @@ from sepc_torch.training import LabelPool as LabelPool
 from sepc_torch.training import select as select
 from sepc_torch.training.lightning import PoolDataModule as PoolDataModule
 from sepc_torch.training.lightning import TrustMonitor as TrustMonitor
+from sepc_torch.training.transformers import TrustCallback as TrustCallback
 
 __version__: str
 __all__: list[str]

@@ -59,6 +59,7 @@ HEAVY = [
     "safetensors",
     "scipy",
     "sklearn",
+    "transformers",
 ]
 
 

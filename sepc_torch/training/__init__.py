@@ -1,6 +1,7 @@
 """Active learning on top of a trust head: flagging, a label pool, query selection and annotation files.
 
-Nothing here needs a training framework. The Lightning callback is in :mod:`sepc_torch.training.lightning`.
+Nothing here needs a training framework. The callbacks are in :mod:`sepc_torch.training.lightning`
+and :mod:`sepc_torch.training.transformers`.
 """
 
 from sepc_torch.training.annotation_files import read_answers, write_questions
