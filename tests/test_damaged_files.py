@@ -218,6 +218,29 @@ def test_a_head_that_can_be_updated_says_how_it_was_made(written: dict[str, byte
         TrustHead.load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("ranked_joint", 2.0, "expected at most 1"),
+        ("fitted_joint", -1.0, "expected at least 0"),
+        ("ranked_rows", 0, "repeats a value"),
+        ("ranked_place", 0, "repeats a value"),
+    ],
+)
+def test_forged_calibrations_are_refused(
+    written: dict[str, bytes], tmp_path: Path, name: str, value: float, problem: str
+) -> None:
+    """Scores that are no probabilities, and points that are ranked twice."""
+    path = tmp_path / "head"
+    path.write_bytes(written["trust_head"])
+    arrays, metadata = contents(path)
+    for source in ("own", "network"):
+        key = f"calibration.{source}.{name}"
+        forge(path, arrays | {key: np.full_like(arrays[key], value)}, metadata)
+        with pytest.raises(FileFormatError, match=problem):
+            TrustHead.load(path)
+
+
 @pytest.mark.parametrize("text", ["[]", "[" * 100_000, "3", "{", '{"kind": "sepc"}'])
 def test_metadata_of_another_shape(written: dict[str, bytes], tmp_path: Path, text: str) -> None:
     path = tmp_path / "model"

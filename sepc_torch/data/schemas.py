@@ -33,6 +33,7 @@ class Field(NamedTuple):
         below: Name of a size that all values must be below, or None.
         finite: Whether values must be finite; otherwise only NaN is refused.
         optional: Whether the file may lack the array.
+        high: Greatest value.
     """
 
     dtype: str
@@ -41,6 +42,7 @@ class Field(NamedTuple):
     below: str | None = None
     finite: bool = True
     optional: bool = False
+    high: float = math.inf
 
 
 _LEDGER = {
@@ -114,7 +116,7 @@ def _labels(source: str) -> dict[str, Field]:
         "temperature": Field("f", (), low=0),
         "threshold": Field("f", (), finite=False),
         "unknown_odds": Field("f", (), low=0),
-        "ranked_joint": Field("f", (held,)),
+        "ranked_joint": Field("f", (held,), low=0, high=1),
         "ranked_right": Field("b", (held,)),
         "ranked_truth": Field("f", (held,)),
         "ranked_nonconformity": Field("f", (held,), finite=False),
@@ -127,7 +129,7 @@ def _labels(source: str) -> dict[str, Field]:
         # Empty if the regions of the head changed since the calibration.
         "point_region": Field("i", (f"regions of {source}",), low=0, below="K"),
         "point_unit": Field("i", (f"units of {source}",), low=0, below=f"points of {source}"),  # empty without units
-        "fitted_joint": Field("f", (f"others of {source}",)),
+        "fitted_joint": Field("f", (f"others of {source}",), low=0, high=1),
         "fitted_right": Field("b", (f"others of {source}",)),
         "class_threshold": Field("f", (f"class thresholds of {source}",), finite=False),
         "region_threshold": Field("f", (f"region thresholds of {source}",), finite=False),
@@ -483,6 +485,7 @@ def _check_range(name: str, array: Array, field: Field, sizes: Sizes) -> None:
         _require(not math.isnan(least), f"the array {name!r} holds NaN")
         _require(not field.finite or (math.isfinite(least) and math.isfinite(most)), f"{name!r} holds infinity")
     _require(least >= field.low, f"the array {name!r} holds {least}, expected at least {field.low:g}")
+    _require(most <= field.high, f"the array {name!r} holds {most}, expected at most {field.high:g}")
     if field.below is not None:
         _require(most < sizes[field.below], f"the array {name!r} holds {most}, expected less than {sizes[field.below]}")
 
@@ -571,6 +574,9 @@ def _check_head(arrays: Mapping[str, Array], sizes: Sizes) -> None:
             _require(most <= sizes[f"most of {source}"], "a class has more calibration points than are stored")
             _require(sizes[f"fitted of {source}"] > 0, "the calibration holds no fitted points")
         _require(sizes[f"ranked of {source}"] in (0, held), "the rows of the ranked points are not complete")
+        for name in ("ranked_rows", "ranked_place"):
+            values = arrays[f"calibration.{source}.{name}"]
+            _require(len(np.unique(values)) == len(values), f"the array {name!r} of {source} repeats a value")
         regions = sizes[f"regions of {source}"]
         _require(regions in (0, sizes[f"points of {source}"]), "the regions of the calibration points are not complete")
         points = sizes[f"points of {source}"]
