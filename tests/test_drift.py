@@ -395,13 +395,15 @@ def test_without_logits_and_input_errors(head: TrustHead) -> None:
     assert math.isnan(accuracy.estimate)
 
 
-def test_a_new_calibration_needs_a_new_monitor(head: TrustHead) -> None:
+def test_a_new_calibration_or_threshold_needs_a_new_monitor(head: TrustHead) -> None:
     rng = np.random.default_rng(0)
     again = copy.deepcopy(head)
     monitor = DriftMonitor(again)
     z, y, logits = draw(rng, 200)
     monitor.update(z, logits)
-    again.calibrate(z, y, logits)
-    with pytest.raises(RuntimeError, match="start a new DriftMonitor"):
-        monitor.update(z, logits)
-    assert DriftMonitor(again).update(z[:50], logits[:50]).seen == 50
+    for change in (lambda: again.calibrate(z, y, logits), lambda: again.accept_at(flag_rate=0.3)):
+        change()
+        with pytest.raises(RuntimeError, match="start a new DriftMonitor"):
+            monitor.update(z, logits)
+        monitor = DriftMonitor(again)
+        assert monitor.update(z[:50], logits[:50]).seen == 50

@@ -401,6 +401,31 @@ def test_a_promise_that_a_new_calibration_cannot_keep_accepts_nothing(rng: Rng) 
     assert head.accept_at(risk=0.6, by=groups[:200]).found
 
 
+def test_an_error_in_accept_at_leaves_the_head_as_it_was(rng: Rng) -> None:
+    """No threshold of one promise stands beside the words of another one."""
+    head = fit(rng).calibrate(*draw(rng, 200))
+    x, _, logits = draw(rng, 100)
+    head.accept_at(flag_rate=0.2)
+    before, promise = head.judge(x, logits), head.promise
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="accepts nothing"):
+            head.accept_at(risk=1e-6)
+    assert same(head.judge(x, logits), before)
+    assert head.promise == promise
+
+
+def test_thresholds_that_were_set_in_inference_mode_can_be_replaced(rng: Rng) -> None:
+    head = fit(rng).calibrate(*draw(rng, 200))
+    state = copy.deepcopy(head.state_dict())
+    x, _, logits = draw(rng, 100)
+    before = head.judge(x, logits)
+    with torch.inference_mode():
+        head.accept_at(flag_rate=0.4)
+    head.load_state_dict(state)
+    assert same(head.judge(x, logits), before)
+
+
 def test_a_default_promise_follows_the_number_of_points(rng: Rng) -> None:
     head = fit(rng)
     assert head.calibrate(*draw(rng, 30), rank_fraction=0.3).promise.flag_rate == 1 / 10  # type: ignore[union-attr]

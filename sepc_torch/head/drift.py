@@ -481,8 +481,8 @@ class DriftMonitor:
         names = None if ids is None else row_ids(ids, len(out.label))
         if self.head.calibration is not self._calibration or self.head.sepc is not self._sepc:
             raise RuntimeError(
-                "The head was updated or calibrated again, so its p-values have a new meaning; calibrate it, then "
-                "start a new DriftMonitor."
+                "The head was updated or calibrated again, or has another threshold, so counts have a new meaning; "
+                "calibrate an updated head, then start a new DriftMonitor."
             )
         score = out.nonconformity.double().cpu().numpy()
         region = out.nearest.clamp_min(0).cpu().numpy()

@@ -12,6 +12,7 @@ r"""The module :class:`TrustHead`: fit, calibrate, predict, accept and save, for
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -835,6 +836,7 @@ class TrustHead(nn.Module):
         shift: Shift = "covariate",
     ) -> TargetAcceptance: ...
 
+    @torch.inference_mode(False)  # as for calibrate
     def accept_at(
         self,
         *,
@@ -912,7 +914,8 @@ class TrustHead(nn.Module):
             otherwise for the head's own labels. Labels without a calibration are never accepted: labels passed as
             ``labels=``, and the network's labels after a calibration without logits.
         """
-        calibration = self.require_calibration()
+        # Thresholds are set in a copy: other threads, and an error, never see a part of them.
+        calibration = copy.deepcopy(self.require_calibration())
         if sum(given is not None for given in (risk, flag_rate, costs)) != 1:
             raise ValueError("Pass exactly one of risk, flag_rate and costs.")
         if (costs is None) != (review is None):
@@ -941,7 +944,7 @@ class TrustHead(nn.Module):
             )
         if units is not None:
             _set_units(calibration, units)
-        self._warn_if_stale(stacklevel=3)
+        self._warn_if_stale(stacklevel=4)  # a frame of the decorator lies between
         if target is not None:
             wanted = Promise(risk, delta, flag_rate, exact=self.promise is None or self.promise.exact, shift=shift)
             shown = self._judge_target(target, target_logits, target_layers, calibration.network.done)
@@ -950,9 +953,9 @@ class TrustHead(nn.Module):
             *_, shifted = [
                 accept_for_target(labels, self.sepc, out, *given) for labels, out in zip(sources, shown, strict=True)
             ]
-            self.promise = wanted._replace(found=shifted.found)
             if not shifted.found:
-                warnings.warn(f"The head accepts nothing: {shifted.limits}.", stacklevel=2)
+                warnings.warn(f"The head accepts nothing: {shifted.limits}.", stacklevel=3)
+            self.calibration, self.promise = calibration, wanted._replace(found=shifted.found)
             return shifted
         kind = by if by is None or isinstance(by, str) else "group" if known else "environment"
         exact = self.promise is None or self.promise.exact
@@ -969,7 +972,8 @@ class TrustHead(nn.Module):
             costs=price,
             review=review,
         )
-        found, self.promise = self._set_thresholds(calibration, wanted, by, stacklevel=3)
+        found, promise = self._set_thresholds(calibration, wanted, by, stacklevel=4)
+        self.calibration, self.promise = calibration, promise
         return found
 
     @torch.no_grad()
