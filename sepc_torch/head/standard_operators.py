@@ -67,7 +67,9 @@ def region_counts(
     shared = _list_sums(inside[:, cell_members.long()].long(), cell_sizes.long().cumsum(0))
     by_class = entry_classes.argsort()
     cells, numbers = entry_cells[by_class].long(), entry_counts[by_class].long()
-    ends = (entry_classes.unsqueeze(0) <= torch.arange(classes, device=inside.device).unsqueeze(1)).sum(dim=1)
+    # With a dtype: ONNX Runtime warns of the graph of a range without one.
+    every_class = torch.arange(classes, dtype=entry_classes.dtype, device=inside.device)
+    ends = (entry_classes.unsqueeze(0) <= every_class.unsqueeze(1)).sum(dim=1)
     regions = torch.stack([shared == held, shared > 0])
     counts = _list_sums(torch.where(regions[:, :, cells], numbers, 0), ends)
     return torch.where(held > 1, counts, 0)
