@@ -41,6 +41,7 @@ class GraphedHead:
         widths = layers or {}
         self._layers = {name: torch.ones(rows, width, device=device) for name, width in widths.items()}
         given = {"logits": self._logits, "layers": self._layers or None}
+        self._kept = head, getattr(head, "calibration", None)  # whose memory the graph reads, whatever becomes of them
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
