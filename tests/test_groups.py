@@ -423,6 +423,7 @@ class TestLimits:
             assert not small.accept_at(risk=0.06).found
 
 
+@pytest.mark.filterwarnings("ignore:The . classes have too few points")
 @pytest.mark.parametrize("by", ["class", "given"])
 def test_a_group_without_a_promise_is_told_what_it_lacks(head: TrustHead, by: str) -> None:
     """The risk that its points can promise, and about how many more points it needs."""

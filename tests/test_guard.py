@@ -654,7 +654,7 @@ class TestUse:
             guard.judge(z, logits)
         with pytest.raises(ValueError, match="no promised risk"):
             Guard(other)
-        with pytest.warns(UserWarning, match="cannot be promised|accepts"):
+        with pytest.warns(UserWarning, match="all were merged"), pytest.warns(UserWarning, match="cannot be promised"):
             other.accept_at(risk=0.002, by="predicted")
         with pytest.raises(ValueError, match="accepts by groups"):
             Guard(other, risk=0.1)

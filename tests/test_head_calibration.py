@@ -47,17 +47,6 @@ def close(a: HeadPrediction, b: HeadPrediction) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("with_logits", "reference_points"), [(True, 100), (False, 0)])
-def test_columns_in_another_order_are_noticed(rng: np.random.Generator) -> None:
-    labels = np.arange(200) % 3
-    x = rng.normal(size=(200, 4)) + 3.0 * np.eye(3, 4)[labels]
-    head = TrustHead.fit(x[:100], labels[:100], normalize=None)
-    for logits, warned in ((x[:, :3], False), (x[:, [2, 1, 0]], True), (rng.normal(size=(200, 3)), False)):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            head.calibrate(x[100:], labels[100:], logits[100:])
-        assert any("another order than the columns" in str(one.message) for one in found) == warned
-
-
 def test_guarantees_hold_over_many_draws(rng: Rng, with_logits: bool, reference_points: int) -> None:
     """Calibration sets are drawn with replacement from a pool, so that the true risk is known exactly."""
     head = fit(rng, reference_points=reference_points)
@@ -783,3 +772,26 @@ def test_rejects_invalid_examples(rng: Rng, change: dict[str, Any], message: str
         head.calibrate(points, labels, **{"logits": logits, **change})
     assert head.calibration is not None
     assert not head.calibration.done
+
+
+def test_points_unlike_all_others_are_refused(rng: np.random.Generator) -> None:
+    """Also with few calibration points, and where the network is sure of them."""
+    labels = np.arange(700) % 2
+    x = rng.normal(size=(700, 4)) + 3.0 * labels[:, None]
+    for calibrated in (60, 100, 200, 400):
+        head = TrustHead.fit(x[:300], labels[:300], normalize=None)
+        rows = slice(300, 300 + calibrated)
+        head.calibrate(x[rows], labels[rows], 3.0 * np.stack([-x[rows].sum(1), x[rows].sum(1)], axis=1) + [18.0, -18.0])
+        far = x[:100] + 200.0
+        assert not head.judge(far, np.stack([-far.sum(1), far.sum(1)], axis=1)).accept.any()
+
+
+def test_columns_in_another_order_are_noticed(rng: np.random.Generator) -> None:
+    labels = np.arange(200) % 3
+    x = rng.normal(size=(200, 4)) + 3.0 * np.eye(3, 4)[labels]
+    head = TrustHead.fit(x[:100], labels[:100], normalize=None)
+    for logits, warned in ((x[:, :3], False), (x[:, [2, 1, 0]], True), (rng.normal(size=(200, 3)), False)):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            head.calibrate(x[100:], labels[100:], logits[100:])
+        assert any("another order than the columns" in str(one.message) for one in found) == warned

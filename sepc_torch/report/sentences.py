@@ -36,8 +36,8 @@ def percent(share: float | None) -> str:
 
 
 def number(count: int | float) -> str:
-    """A whole number with thin spaces between thousands."""
-    return f"{round(count):,}".replace(",", "\u202f")
+    """A whole number, from 10 000 on with thin spaces between thousands; years have none."""
+    return f"{round(count):,}".replace(",", "\u202f") if abs(count) >= 10_000 else f"{round(count)}"
 
 
 def figure(value: float) -> str:

@@ -575,8 +575,10 @@ def affordable_odds(
 
     The price of odds is the share of points that confidence accepts at a risk and the joint score with these odds does
     not, at the worst of three risks: a quarter, half and three quarters of the error. It is at most :data:`ODDS_PRICE`
-    for the result and all smaller odds tried. A point counts as wrong with probability 1 - c for its confidence c:
-    observed mistakes are too few to tell a price of one point in a hundred from none.
+    for the result and all smaller odds tried. The least odds are taken at any price, so that points unlike all others
+    are never accepted: among few points, a single one would be a price of more than one in a hundred. A point counts as
+    wrong with probability 1 - c for its confidence c: observed mistakes are too few to tell a price of one point in a
+    hundred from none.
 
     >>> confidence = torch.linspace(0.5, 1.0, 1000).double()
     >>> affordable_odds(confidence, torch.linspace(1e-3, 1.0, 1000).double().log())  # both have the same order
@@ -592,8 +594,8 @@ def affordable_odds(
         error = wrong[score.argsort(descending=True, stable=True)].cumsum(0) / rank
         return torch.stack([torch.where(error <= r * wrong.mean(), rank, 0).max() for r in _RISKS]) / len(score)
 
-    of_confidence, chosen = accepted(confidence), 0.0
-    while (odds := max(chosen * _ODDS_STEP, _LEAST_ODDS)) <= most:
+    of_confidence, chosen = accepted(confidence), _LEAST_ODDS
+    while (odds := chosen * _ODDS_STEP) <= most:
         joint = joint_score(confidence, log_typicality, torch.tensor(odds).double())
         if float((of_confidence - accepted(joint)).max()) > ODDS_PRICE:
             break
