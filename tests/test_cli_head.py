@@ -381,7 +381,7 @@ class TestNetwork:
         expected = TrustHead.load(network / "model.safetensors").sets(data["embeddings"], data["logits"], coverage=0.8)
         written = pd.read_csv(tmp_path / "s.csv", keep_default_na=False)["set"].tolist()
         assert written == ["|".join(names) for names in expected.names]
-        assert "coverage must lie between 0 and 1" in fail(*files, "--sets", 2, "-o", tmp_path / "t.csv")
+        assert "Did you mean 2%" in fail(*files, "--sets", 2, "-o", tmp_path / "t.csv")
 
     @pytest.mark.slow
     def test_logits_in_columns_are_ordered_by_class(self, network: Path, tmp_path: Path) -> None:

@@ -157,13 +157,39 @@ Logits = Annotated[
     typer.Option(help="Columns with a network's logits: their common prefix, or their names separated by commas."),
 ]
 Classes = Annotated[str | None, typer.Option(help="Labels in the order of the logits, separated by commas.")]
+
+
+def _share(given: str | float) -> float:
+    """A share, written as 0.05 or 5%."""
+    shown = str(given).strip()
+    try:
+        value = float(shown.removesuffix("%"))
+    except ValueError:
+        raise typer.BadParameter(f"write a share such as 0.05 or 5%, not {printable(shown)!r}.") from None
+    if shown.endswith("%"):
+        return value / 100.0
+    if 1.0 <= value < 100.0:
+        raise typer.BadParameter(f"a share lies between 0 and 1. Did you mean {value:g}%?")
+    return value
+
+
 Risk = Annotated[
-    float | None, typer.Option(help="Accept labels so that at most this share of the accepted ones is wrong.")
+    float | None,
+    typer.Option(
+        help="Accept labels so that at most this share of the accepted ones is wrong.", parser=_share, metavar="SHARE"
+    ),
 ]
-Delta = Annotated[float, typer.Option(help="Allowed probability that the promise of --risk fails.")]
+Delta = Annotated[
+    float,
+    typer.Option(help="Allowed probability that the promise of --risk fails.", parser=_share, metavar="SHARE"),
+]
 FlagRate = Annotated[
     float | None,
-    typer.Option(help="Accept labels so that at most this share of rows like the calibration rows is refused."),
+    typer.Option(
+        help="Accept labels so that at most this share of rows like the calibration rows is refused.",
+        parser=_share,
+        metavar="SHARE",
+    ),
 ]
 Target = Annotated[
     Path | None,
@@ -182,7 +208,9 @@ Coverage = Annotated[
     float | None,
     typer.Option(
         help="Also write sets of classes, with | between names, that hold the true class in this share of rows like "
-        "the calibration rows."
+        "the calibration rows.",
+        parser=_share,
+        metavar="SHARE",
     ),
 ]
 Units = Annotated[
