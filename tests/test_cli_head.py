@@ -561,7 +561,7 @@ BAD: dict[str, tuple[Callable[[Path], list[object]], str]] = {
     ),
     "impossible risk": (
         lambda f: ["score", f / "model", f / "new.csv", "-o", f / "x.csv", "--risk", "1.5"],
-        "risk",
+        "Did you mean 1.5%?",
     ),
     "other columns": (
         lambda f: ["score", f / "model", f / "few.csv", "-o", f / "x.csv"],

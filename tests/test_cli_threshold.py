@@ -125,7 +125,7 @@ def test_a_risk_that_cannot_be_promised_is_noted(file: Path) -> None:
             "row 0: 'site' must say whether the prediction is right",
         ),
         (["--score", "s", "--right", "ok", "--risk", "0.1", "--units", "ok"], "row 800 has no value of 'ok'"),
-        (["--score", "s", "--right", "ok", "--risk", "0"], "risk must lie between 0 and 1"),
+        (["--score", "s", "--right", "ok", "--risk", "0"], "a share must lie between 0 and 1, not '0'"),
         (["--score", "s", "--right", "ok", "--risk", "0.1", "-o", "out.txt"], "must end in .csv or .csv.gz"),
         (["--score", "s", "--right", "ok", "--risk", "0.1", "--plot", "out.csv"], "must end in .png"),
     ],
@@ -139,7 +139,7 @@ def test_a_share_can_be_a_percentage(file: Path) -> None:
     columns = ["--score", "s", "--right", "ok"]
     assert run(file, *columns, "--risk", "20%").stdout == run(file, *columns, "--risk", 0.2).stdout
     assert "Did you mean 2%" in fail(file, *columns, "--risk", "2")
-    assert "write a share such as 0.05 or 5%" in fail(file, *columns, "--risk", "a fifth")
+    assert "Write 0.05 or 5%" in fail(file, *columns, "--risk", "a fifth")
 
 
 def test_a_file_without_labelled_rows_is_refused(rows: pd.DataFrame, file: Path) -> None:

@@ -160,17 +160,18 @@ Classes = Annotated[str | None, typer.Option(help="Labels in the order of the lo
 
 
 def _share(given: str | float) -> float:
-    """A share, written as 0.05 or 5%."""
+    """A share, written as 0.05 or 5%; anything else ends the command with one line."""
     shown = str(given).strip()
     try:
         value = float(shown.removesuffix("%"))
     except ValueError:
-        raise typer.BadParameter(f"write a share such as 0.05 or 5%, not {printable(shown)!r}.") from None
-    if shown.endswith("%"):
-        return value / 100.0
-    if 1.0 <= value < 100.0:
-        raise typer.BadParameter(f"a share lies between 0 and 1. Did you mean {value:g}%?")
-    return value
+        value = math.nan
+    share = value / 100.0 if shown.endswith("%") else value
+    if 0.0 < share < 1.0:
+        return share
+    meant = f"Did you mean {value:g}%?" if 1.0 <= share < 100.0 else "Write 0.05 or 5%, for example."
+    note(f"a share must lie between 0 and 1, not {shown!r}. {meant}")
+    raise typer.Exit(2)
 
 
 Risk = Annotated[
