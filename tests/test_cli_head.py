@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -595,6 +596,64 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(folder: Path, case: st
     arguments, message = BAD[case]
     assert message in fail(*arguments(folder))
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_rows_of_a_shifted_source(network: Path, tmp_path: Path) -> None:
+    """The promise for a target, in both kinds, and novelties are those of the head in Python."""
+    rng = np.random.default_rng(1)
+    data: dict[str, dict[str, Any]] = {}
+    for name, count in (("more", 1500), ("today", 800), ("new", 120)):
+        y = rng.choice(3, count, p=[1 / 3] * 3 if name == "more" else [0.6, 0.2, 0.2])
+        z = rng.normal(size=(count, 4)) + 4.0 * np.eye(4)[y]
+        z[: 12 * (name == "new"), 3] += 40.0
+        logits = 3.0 * z[:, :3] + rng.normal(size=(count, 3))
+        data[name] = {"embeddings": z, "logits": logits, "labels": np.array(["cat", "dog", "eel"])[y]}
+        np.savez(tmp_path / f"{name}.npz", **data[name])
+    model, output = tmp_path / "m", tmp_path / "scores.parquet"
+    succeed("calibrate", network / "model", tmp_path / "more.npz", "-o", model)
+    head = TrustHead.load(tmp_path / "m.safetensors")
+    rows, today = ([data[name][part] for part in ("embeddings", "logits")] for name in ("new", "today"))
+    given: dict[str, Any] = {"target": today[0], "target_logits": today[1]}
+    command = ("score", model, tmp_path / "new.npz", "-o", output, "--json")
+    shifted = (*command, "--target", tmp_path / "today.npz")
+    thresholds = set()
+    for options, wanted in (
+        (("--risk", "10%"), {"risk": 0.1}),
+        (("--risk", 0.1, "--delta", 0.2, "--shift", "label"), {"risk": 0.1, "delta": 0.2, "shift": "label"}),
+        (("--flag-rate", 0.1), {"flag_rate": 0.1}),
+    ):
+        promise = json.loads(succeed(*shifted, *options))["promise"]
+        found = head.accept_at(**given, **wanted)
+        assert found.found
+        assert {name: promise[name] for name in ("threshold", "rows", "points")} == {
+            "threshold": found.threshold,
+            "rows": 800,
+            "points": found.points,
+        }
+        assert str(head.promise) in promise["text"]
+        assert pd.read_parquet(output)["accept"].tolist() == head.judge(*rows).accept.tolist()
+        thresholds.add(found.threshold)
+    assert len(thresholds) == 3
+    np.savez(tmp_path / "blurred.npz", **data["today"] | {"embeddings": today[0] + 3.0})
+    refused = json.loads(succeed(*command, "--risk", 0.1, "--target", tmp_path / "blurred.npz"))["promise"]
+    assert not refused["found"]
+    assert refused["text"].startswith("No promise, nothing is accepted: within regions the target rows have other")
+    assert not pd.read_parquet(output)["accept"].any()
+    assert "--target is for a promise: pass --risk or --flag-rate too" in fail(*shifted)
+    assert "--shift must be" in fail(*shifted, "--risk", 0.1, "--shift", "other")
+    assert "pass --target too" in fail(*command, "--risk", 0.1, "--shift", "label")
+    assert "needs shift='covariate'" in fail(*shifted, "--flag-rate", 0.1, "--shift", "label")
+    strange = ("novelties", model, tmp_path / "new.npz", "-o", output)
+    succeed(*strange, "--target", tmp_path / "today.npz")
+    listed = pd.read_parquet(output)
+    novel = head.novelties(*rows, **given)
+    assert sorted(listed["row"]) == np.flatnonzero(novel.novel).tolist()
+    assert set(range(12)) <= set(listed["row"])
+    assert listed["p_value"].tolist() == novel.p_value.numpy()[listed["row"]].tolist()
+    succeed(*strange)
+    plain = pd.read_parquet(output).set_index("row")["p_value"][:12]
+    assert (plain != listed.set_index("row")["p_value"][plain.index]).any()  # against other points
 
 
 def test_novel_rows_are_listed(folder: Path, tmp_path: Path) -> None:

@@ -376,6 +376,32 @@ class TestUse:
         out = predictions(np.full(50, 0.9), nearest=count - 1)
         assert [row.rows for row in monitor.update(out, np.zeros(50, int)).groups] == [0] * (count - 1) + [50]
 
+    def test_groups_that_share_a_promise_are_one(self, tmp_path: Path) -> None:
+        """Classes with few calibration points are merged, as accept_at says; another head watches each of them."""
+        rng = np.random.default_rng(1)
+        y = rng.choice(4, 1800, p=[0.45, 0.45, 0.05, 0.05])
+        x = rng.normal(size=(1800, 4)) + 6.0 * np.eye(4)[y]
+        names = np.array(["a", "b", "c", "d"])[y]
+        head = TrustHead.fit(x[:400], names[:400], normalize=None).calibrate(x[400:], names[400:])
+        head.accept_at(risk=0.1)
+        assert RiskMonitor(head, groups="predicted").groups == ("a", "b", "c", "d")
+        table = head.accept_at(risk=0.1, by="predicted")
+        assert any(len(row.group) > 1 for row in table.groups)
+        monitor = RiskMonitor(head, groups="predicted")
+        assert monitor.groups == tuple(", ".join(row.group) for row in table.groups)
+        monitor.save(tmp_path / "risk")
+        for one in (monitor, RiskMonitor.load(tmp_path / "risk"), monitor.afresh()):
+            out = head.judge(x[400:], None)
+            label = np.array(head.classes)[out.network_label.numpy()][out.accept.numpy()]
+            rows = [int(np.isin(label, row.group).sum()) for row in table.groups]
+            assert [row.rows for row in one.update(out, names[400:]).groups] == rows
+
+    def test_names_of_groups_from_an_array(self, tmp_path: Path) -> None:
+        monitor = RiskMonitor(risk=RISK, groups=list(np.array([2, 5])))
+        monitor.update(predictions(np.full(4, 0.9)), np.zeros(4, int), groups=[0, 1, 1, 1])
+        monitor.save(tmp_path / "risk")
+        assert RiskMonitor.load(tmp_path / "risk").report() == monitor.report()
+
     def test_a_label_that_is_no_class_is_an_error(self) -> None:
         report = RiskMonitor(risk=RISK).update(predictions(np.full(3, 0.9)), [0, 7, 0])
         assert report.overall.error == pytest.approx(1 / 3)

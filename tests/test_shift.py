@@ -368,6 +368,36 @@ def test_novelties_of_a_shifted_batch(network: TrustHead) -> None:
     assert len(together) <= CLASSES
 
 
+def test_a_head_with_layers() -> None:
+    """Layers of target rows are judged with the rows: a change that only they show is a change."""
+    rng = np.random.default_rng(7)
+
+    def draw(count: int, shares: Any = BEFORE, moved: float = 0.0) -> tuple[Any, Any, Any, dict[str, Any]]:
+        x, y, logits = points(rng, count, shares)
+        return x, y, logits, {"stem": rng.normal(size=(count, 5)) + 6.0 * np.eye(CLASSES, 5)[y] + moved}
+
+    x, y, _, layers = draw(400)
+    head = TrustHead.fit(x, y, dim=3, normalize=None, layers=layers)
+    x, y, logits, layers = draw(2500)
+    head.calibrate(x, y, logits, layers=layers)
+    x, _, logits, layers = draw(2000, AFTER)
+    given: dict[str, Any] = {"target": x, "target_logits": logits}
+    with pytest.raises(ValueError, match="pass those of the target rows as target_layers"):
+        head.accept_at(risk=0.12, **given)
+    found = head.accept_at(risk=0.12, **given, target_layers=layers)
+    assert found.found
+    assert found.coverage == float(head.judge(x, logits, layers=layers).accept.double().mean())
+    batch, _, batch_logits, batch_layers = draw(200, AFTER)
+    batch_layers["stem"][:20, 4] += 30.0
+    novel = head.novelties(batch, batch_logits, layers=batch_layers, **given, target_layers=layers).novel
+    assert novel[:20].all()
+    assert novel[20:].double().mean() < 0.1
+    x, _, logits, layers = draw(2000, AFTER, moved=3.0)
+    with pytest.warns(UserWarning, match="within regions the target rows have other scores"):
+        head.accept_at(risk=0.12, target=x, target_logits=logits, target_layers=layers)
+    assert not head.judge(x, logits, layers=layers).accept.any()
+
+
 def test_input_errors(network: TrustHead) -> None:
     rng = np.random.default_rng(6)
     head = copy.deepcopy(network)
@@ -376,9 +406,9 @@ def test_input_errors(network: TrustHead) -> None:
     for options, message in (
         ({"risk": 0.1, "target": x}, "Target rows need logits"),
         ({"risk": 0.1, "target_logits": logits}, "pass the embeddings as target"),
-        ({"risk": 0.1, "by": "predicted", **given}, "leave out by, units, average, costs"),
-        ({"risk": 0.1, "average": True, **given}, "leave out by, units, average, costs"),
-        ({"costs": 1.0, "review": 0.1, **given}, "leave out by, units, average, costs"),
+        ({"risk": 0.1, "by": "predicted", **given}, "leave out by, units, average and costs"),
+        ({"risk": 0.1, "average": True, **given}, "leave out by, units, average and costs"),
+        ({"costs": 1.0, "review": 0.1, **given}, "leave out by, units, average and costs"),
         ({"risk": 0.1, "target": x[:30], "target_logits": logits[:30]}, "pass at least 50"),
         ({"risk": 0.1, "target_layers": {"a": x}, **given}, "leave them out"),
         ({**given}, "exactly one of risk"),

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +19,13 @@ from sepc_torch.cli.heads import HeadRows, Points, broken_promise, calibrated_la
 from sepc_torch.cli.row_files import score_writer
 from sepc_torch.cli.tally import Tally
 from sepc_torch.data.files import check_target
+from sepc_torch.data.options import check_choice
 from sepc_torch.data.table_encoding import category_texts
 from sepc_torch.data.text import printable
 from sepc_torch.head.guard import Guard
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.promises.sets import PredictionSets
+from sepc_torch.head.promises.shift import Shift
 from sepc_torch.head.reasons import Reason, refusal_reason
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.model.rules import Rule
@@ -70,11 +72,14 @@ def score(
         check_target(guard)
         if risk is not None or flag_rate is not None:
             raise ValueError("A guard watches the promise of the model; leave out --risk and --flag-rate.")
+    check_choice("--shift", shift, get_args(Shift))
+    if target is None and shift != "covariate":
+        raise ValueError("--shift is for the promise for a target: pass --target too.")
+    if target is not None and risk is None and flag_rate is None:
+        raise ValueError("--target is for a promise: pass --risk or --flag-rate too.")
     rows = HeadRows(model, data, sep, logits, label, identify or [], encoding, trust)
     head, typed = rows.head, output.name.lower().endswith(".parquet")
     calibrated_labels(head)
-    if target is not None and risk is None and flag_rate is None:
-        raise ValueError("--target is for a promise: pass --risk or --flag-rate too.")
     promise: dict[str, Any] | None
     if risk is not None or flag_rate is not None:
         shifted = None if target is None else HeadRows(model, target, sep, logits, encoding=encoding, trust=trust)

@@ -44,6 +44,8 @@ _EXPONENTS = (0.1, 0.3, 0.6)
 POWERS = 2 * len(_EXPONENTS)
 # Bets on the traffic of a cell: sixfold, twofold and a third of the expected share, written as factors less one.
 GAINS = (5.0, 1.0, -0.67)
+# Seeds of monitors with a later reference are this far apart.
+_NEXT_SEED = 2**32
 # Rows that are processed at once; the bets on them need some megabytes.
 _CHUNK = 2048
 # Quantiles of the scores that separate bins: even ones, and finer towards strange points.
@@ -616,6 +618,7 @@ class DriftMonitor:
         fresh._accepted_start = np.zeros_like(self._accepted_start)
         fresh._wrong_start = np.zeros_like(self._wrong_start)
         fresh._state = fresh._fresh_state()
+        fresh.seed += _NEXT_SEED  # the random numbers so far led to the alarm
         return fresh
 
     def arrays(self) -> dict[str, Array]:

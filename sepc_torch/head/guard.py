@@ -14,7 +14,8 @@ start s once its capital and those of all grid thresholds from s down to it have
 Claims, for rows of an epoch that are independent and of one distribution:
 
 (a) The risk at a threshold that passes is at most r, for all thresholds and all times at once, with probability
-:math:`1 - \delta`. So :meth:`Guard.recalibrate` may be called after every label, and keeps the head's promise.
+:math:`1 - \delta`. So :meth:`Guard.recalibrate` may be called after every label. What it restores is a promise over all
+rows, also if the head's promise was by group.
 
 (b) If the risk at the present threshold is kept, a suspended epoch is called *broken* with probability at most
 :math:`\alpha` (that of the risk monitor).
@@ -32,7 +33,9 @@ does, so no division by the length of the sequence is needed, and the :math:`\de
 is counted when all earlier rows that were asked for have their labels, so late labels only choose the times at which
 the guard looks. A label that never comes counts as wrong. (4) (b) is the same argument for the bets above r, for which
 a label that never comes counts as right. (5) The alarm that begins the epoch depends on earlier rows only, and w does
-not depend on the rows, so reference and later rows are exchangeable (:mod:`sepc_torch.head.drift`).
+not depend on the rows, so reference and later rows are exchangeable (:mod:`sepc_torch.head.drift`). (6) If the risk is
+kept in every group, it is kept over all rows. So the claims of the risk monitor hold with groups and without.
+(7) No random number is used twice: coins and ties have sequences of their own, which go on after an alarm.
 
 If the error changes within an epoch, (a) still holds for the average error of the rows beyond the threshold so far.
 Rows between the estimated change point and the alarm are not used: the estimate depends on them, and some can be of the
@@ -74,8 +77,8 @@ _COVERAGES = 2.0 ** (-np.arange(16) / 3)
 _STARTS = (1.0, 0.5, 0.25)
 # Labels that the expectation from the scores counts for, when the number of further labels is estimated.
 _PRIOR_LABELS = 20
-# Coins of a suspended epoch are other ones than those of the risk monitor.
-_COINS = 2**40
+# Coins of a suspended epoch are other random numbers than those of the monitors.
+_COINS = 2**32 + 2**31
 _WAITING, _RIGHT, _WRONG, _SKIPPED = -1, 0, 1, 2
 # What the guard keeps of rows.
 _ROWS = {"id": "i8", "joint": "f8", "confidence": "f8", "score": "f8", "label": "i8", "region": "i8", "accept": "?"}
@@ -109,7 +112,8 @@ class Needed(NamedTuple):
     Attributes:
         labels: About how many further labels restore the promise, if labels are wrong as often as the scores and the
             labels so far let expect. 0 if it holds or can be restored now; None if no threshold seems to keep the risk.
-        ids: Rows that were asked for and have no label yet, in the order in which they were asked for.
+        ids: Rows that were asked for and have no label yet, in the order in which they were asked for. Of a suspended
+            promise they are rows since the alarm, as no others restore it.
         rows: Rows that must be judged before any can be asked for.
         coverage: Share of the rows that the restored promise would accept; NaN without an estimate.
     """
@@ -235,7 +239,9 @@ class Guard:
     some hundred bytes for each row that was asked for.
 
     Args:
-        head: A calibrated head with a promise of a risk over all rows (:meth:`TrustHead.accept_at`).
+        head: A calibrated head with a promise of a risk (:meth:`TrustHead.accept_at`). If it is kept by predicted class
+            or region, the risk monitor watches each of these groups, and with ``by="class"`` all rows together. Labels
+            restore a promise by group as one over all rows, with one threshold.
         drift: True for a :class:`DriftMonitor` of the head, a monitor, or False for none.
         risk: True for a :class:`RiskMonitor` of the promised risk, another risk, a monitor, or False for none. Without
             one, no labels are asked for, and a suspended promise stays suspended.
@@ -277,11 +283,10 @@ class Guard:
         if drift is False and risk is False:
             raise ValueError("Without drift and without risk there is nothing to watch; leave one of them True.")
         labels = checked_head(head).require_calibration().labels
-        tables = (labels.class_threshold, labels.region_threshold, labels.group_threshold)
-        if risk is not False and any(map(len, tables)):
+        if len(labels.group_threshold):
             raise ValueError(
-                "The head accepts by groups, and a guard restores promises with one threshold only. Pass risk=False "
-                "to watch for drift, or call head.accept_at(risk=...) without by=."
+                "The head accepts by given groups, which a stream does not have. Call head.accept_at(risk=...) without "
+                "by=, or with by='predicted', 'region' or 'class'; or with known=False, one threshold for all groups."
             )
         self.head, self.on_alarm = head, on_alarm
         self.window, self.seed = check_count(window, "window", least=20), check_count(seed, "seed")
@@ -296,7 +301,9 @@ class Guard:
                 raise ValueError("The RiskMonitor has groups of its own or other classes; make it with this head.")
             self.risk = risk
         elif risk is not False:
-            self.risk = RiskMonitor(head, None if risk is True else risk, seed=seed)
+            by: Any = head.promise.by if head.promise is not None else None
+            groups = by if by in ("predicted", "region") else None
+            self.risk = RiskMonitor(head, None if risk is True else risk, groups=groups, seed=seed)
         promised = head.promise
         self.delta = 0.05 if promised is None or promised.risk is None else promised.delta
         self.state: PromiseState = "holds"
@@ -306,7 +313,7 @@ class Guard:
         # Rows of the epoch's window and reference, as long as they are incomplete; None once the epoch is watched.
         self._collected: dict[str, Array] | None = None
         self._recent, self._closed = dict(_NO_ROWS), np.zeros(0, np.int64)
-        self._since, self._next, self._answered, self._drawn, self._alarms = 0, 0, 0, 0, 0
+        self._since, self._next, self._asked, self._answered, self._drawn, self._alarms = 0, 0, 0, 0, 0, 0
         self._restored: int | None = None
         self._counts, self._lock = RowMetrics(), threading.RLock()
         if self.drift is not None and self.drift.p_value <= self.drift.alpha:
@@ -350,6 +357,8 @@ class Guard:
             names = np.arange(self._next, self._next + count) if ids is None else checked_ids(ids)
             if len(names) != count:
                 raise ValueError(f"There are {count} rows and {len(names)} ids; pass one id for each row.")
+            if names.min(initial=self._next) < self._next:
+                self._refuse_again(names)
             if self.threshold is not None:
                 out = out._replace(accept=(out.joint.double() >= self.threshold) & (out.network_label >= 0))
             self._next = max(self._next, int(names.max(initial=-1)) + 1)
@@ -385,10 +394,12 @@ class Guard:
                 self._recent = dict(_NO_ROWS)
                 self._drawn += len(rows["id"])
                 coins = uniforms(_COINS + self.seed, self._drawn - len(rows["id"]), len(rows["id"]))
-                return torch.from_numpy(self._trial.ask(rows, budget, coins))
-            chosen = risk.ask(_predictions(rows), budget, rows["id"])
-            self._recent = dict(_NO_ROWS)
-            return torch.from_numpy(rows["id"])[chosen]
+                names = self._trial.ask(rows, budget, coins)
+            else:
+                names = rows["id"][risk.ask(_predictions(rows), budget, rows["id"]).numpy()]
+                self._recent = dict(_NO_ROWS)
+            self._asked += len(names)
+            return torch.from_numpy(names)
 
     def update(self, ids: Any, y: Any = None) -> GuardReport:
         """Take labels of rows that were asked for, in any order; return the report.
@@ -427,9 +438,9 @@ class Guard:
                 return Needed(0, self.waiting, 0, math.nan)
             if self._trial is None:
                 collected = 0 if self._collected is None else len(self._collected["id"])
-                return Needed(None, self.waiting, self.window - collected, math.nan)
+                return Needed(None, torch.empty(0, dtype=torch.int64), self.window - collected, math.nan)
             labels, coverage = self._trial.forecast()[1:]
-            return Needed(labels, self.waiting, 0, coverage)
+            return Needed(labels, torch.from_numpy(self._trial.ids), 0, coverage)
 
     def recalibrate(self) -> Recalibration:
         """Restore the promise by the labels since the alarm, and say which threshold they allow.
@@ -459,7 +470,7 @@ class Guard:
         """The promise in force; ``found`` is False while it is suspended and the guard refuses."""
         promise = self.head.promise
         assert promise is not None  # of a calibrated head
-        if self.threshold is not None:
+        if self._restored is not None:
             assert self.risk is not None
             promise = Promise(self.risk.risk, self.delta, None)
         refused = self.on_alarm == "refuse" and self.state != "holds"
@@ -485,7 +496,7 @@ class Guard:
                 drift,
                 None if self.risk is None else self.risk.report(),
                 drift.accuracy if drift is not None and known and self.state != "broken" else None,
-                self._answered + len(self.waiting),
+                self._asked,
                 self._answered,
                 None if held or self.risk is None else self.needed(),
                 self._alarms,
@@ -521,8 +532,10 @@ class Guard:
                 about = "Evidence of drift: minus the logarithm of the anytime-valid p-value."
                 found.append(Family("sepc_drift_evidence", "gauge", about, [("", {}, evidence)]))
             if self.risk is not None:
-                asked = self._answered + len(self.waiting)
-                for name, about, value in (("asked", "asked for", asked), ("answered", "answered", self._answered)):
+                for name, about, value in (
+                    ("asked", "asked for", self._asked),
+                    ("answered", "answered", self._answered),
+                ):
                     text = f"Labels that were {about}."
                     found.append(Family(f"sepc_labels_{name}", "counter", text, [("_total", {}, value)]))
                 row = self.risk.report().overall
@@ -545,7 +558,8 @@ class Guard:
             arrays |= _prefixed("counts.", self._counts.state()) | {"closed": self._closed}
             arrays["threshold"] = np.array([] if self.threshold is None else [self.threshold])
             about: dict[str, Any] = {"state": self.state, "window": self.window}
-            about |= {"seed": self.seed, "since": self._since, "next": self._next, "answered": self._answered}
+            about |= {"seed": self.seed, "since": self._since, "next": self._next}
+            about |= {"asked": self._asked, "answered": self._answered}
             about |= {"drawn": self._drawn, "alarms": self._alarms, "restored": self._restored}
             about["head"] = _checksum(self.head)
             about["drift"] = self.drift and {"alpha": self.drift.alpha, "seed": self.drift.seed}
@@ -584,7 +598,8 @@ class Guard:
             guard._recent, guard._closed = _part("recent.", arrays), arrays["closed"]
             guard._collected = _part("collected.", arrays) or None
             guard._trial = _Trial(_part("trial.", arrays)) if "trial.threshold" in arrays else None
-            guard._since, guard._next, guard._answered = about["since"], about["next"], about["answered"]
+            guard._since, guard._next = about["since"], about["next"]
+            guard._asked, guard._answered = about["asked"], about["answered"]
             guard._drawn, guard._counts = about["drawn"], RowMetrics.of(_part("counts.", arrays))
             guard._alarms, guard._restored = about["alarms"], about["restored"]
         return guard
@@ -600,6 +615,16 @@ class Guard:
         if self.risk is None:
             raise RuntimeError("The guard has no risk monitor, so labels mean nothing to it; make it with risk=True.")
         return self.risk
+
+    def _refuse_again(self, names: Int[Array, "n"]) -> None:
+        """Raise ValueError for ids of rows that can be asked for or were."""
+        again = np.isin(names, self._recent["id"]) | np.isin(names, self._closed)
+        if self._trial is not None:
+            again |= np.isin(names, self._trial.every_id)
+        if self.risk is not None:
+            again |= np.isin(names, self.risk.every_id)
+        if again.any():
+            raise ValueError(f"The ids {names[again][:5].tolist()} are those of earlier rows; give every row one id.")
 
     def _follow(
         self, out: HeadPrediction, rows: dict[str, Array], points: Float[Array, "B D"] | None, with_logits: bool
@@ -660,9 +685,9 @@ class Guard:
     def _resume(self, risk: RiskMonitor) -> None:
         """End the suspension; the risk monitor starts afresh."""
         self._close()
-        self._closed = np.concatenate([self._closed, risk.waiting.numpy()])
-        groups: Any = risk.by
-        self.risk = RiskMonitor(self.head, risk.risk, risk.alpha, groups, risk.seed)
+        self._closed = np.concatenate([self._closed, risk.every_id])
+        promised = self.head.promise
+        self.risk = risk.afresh(groups=promised is None or promised.by is None)
         self.state, self._restored = "holds", self._counts.rows
 
     def _close(self) -> None:
@@ -965,9 +990,10 @@ def _part(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _checksum(head: TrustHead) -> str:
-    """SHA-256 of the ranked points, the threshold and the promise of a head."""
+    """SHA-256 of the ranked points, the thresholds and the promise of a head."""
     labels = head.require_calibration().labels
-    parts = [values.double().cpu().numpy() for values in (labels.ranked_joint, labels.threshold)]
+    tables = (labels.threshold, labels.class_threshold, labels.region_threshold)
+    parts = [values.double().cpu().numpy() for values in (labels.ranked_joint, *tables)]
     found = hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     found.update(str(head.promise).encode())
     return found.hexdigest()

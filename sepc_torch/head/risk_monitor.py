@@ -56,6 +56,7 @@ from sepc_torch.data.text import printable, text_table
 from sepc_torch.head.drift import bet, uniforms
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.promises.conformal import check_share
+from sepc_torch.head.promises.groups import observed_groups
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Bool, Float, Int
 
@@ -69,6 +70,8 @@ _BELOW = np.array([1.0, 0.75, 0.5, 0.25, 0.125, 0.0625])
 _STEPS, _OCTAVES = 16, 6
 # The typical score of rows is known from rows before; at first it counts as this many rows with the error of the risk.
 _PRIOR_ROWS = 10
+# Coins are other random numbers than those of a drift monitor with the same seed, on which an alarm depends.
+_COINS = 2**32
 # Entries that are counted at once: some megabytes.
 _CHUNK = 1024
 _WAITING, _RIGHT, _WRONG, _SKIPPED = -1, 0, 1, 2
@@ -209,7 +212,8 @@ class RiskMonitor:
         risk: The allowed error among accepted rows; by default that of the head's promise.
         alpha: Probability of *ever* being ``"broken"`` although the risk is kept, over all rows and groups together.
         groups: Groups in each of which the risk must hold too: ``"predicted"`` classes or ``"region"`` of a head, or
-            names of groups whose codes (0, 1, ...) come with the rows. By default there are none.
+            names of groups whose codes (0, 1, ...) come with the rows. By default there are none. Classes or regions
+            that share a promise of the head (``accept_at(by=...)``) are one group.
         seed: Seed of the random choice of rows; workers need different ones.
 
     >>> rng = np.random.default_rng(0)
@@ -241,12 +245,14 @@ class RiskMonitor:
         self.seed = check_count(seed, "seed")
         self.classes: list[Any] | None = None if head is None else list(head.classes)
         self.by = groups if isinstance(groups, str) else None if groups is None else "given"
+        self._group_of = np.zeros(0, np.int64)  # group of each class or region
         if isinstance(groups, str):
             check_choice("groups", groups, ("predicted", "region"))
             if head is None:
                 raise ValueError(f"groups={groups!r} needs a head; without one, pass the names of the groups.")
-            groups = head.classes if groups == "predicted" else range(len(head.sepc.codes))
-        self.groups: tuple[Any, ...] = () if groups is None else tuple(groups)
+            members, self._group_of = _groups_of(head, self.by)
+            groups = [names[0] if len(names) == 1 else ", ".join(map(str, names)) for names in members]
+        self.groups: tuple[Any, ...] = () if groups is None else tuple(map(_plain, groups))
         if len(set(self.groups)) < len(self.groups) or (groups is not None and not self.groups):
             raise ValueError(f"groups must name each group once and at least one; got {self.groups[:10]}.")
         steps = np.arange(-_OCTAVES * _STEPS, math.ceil(-math.log2(self.risk) * _STEPS))
@@ -285,7 +291,7 @@ class RiskMonitor:
         known = (typical + float(state["score_sum"]), _PRIOR_ROWS + float(state["drawn"]))
         share = min(1.0, budget / len(score))
         p, least = asking_probabilities(score, share, explore, known)
-        chosen = uniforms(self.seed, int(state["drawn"]), len(score)) < p
+        chosen = uniforms(_COINS + self.seed, int(state["drawn"]), len(score)) < p
         state["drawn"] += len(score)
         state["score_sum"] += score.sum()
         self._register(rows, p, least, chosen)
@@ -445,14 +451,26 @@ class RiskMonitor:
     def metadata(self) -> dict[str, Any]:
         """Return the options, for a file."""
         about = {"risk": self.risk, "alpha": self.alpha, "seed": self.seed, "by": self.by}
-        return about | {"groups": list(self.groups), "classes": self.classes}
+        return about | {"groups": list(self.groups), "classes": self.classes, "group_of": self._group_of.tolist()}
 
     @classmethod
     def restored(cls, metadata: Mapping[str, Any]) -> RiskMonitor:
         """Return a new monitor with given options, without the head."""
         monitor = cls(None, metadata["risk"], metadata["alpha"], metadata["groups"] or None, metadata["seed"])
         monitor.by, monitor.classes = metadata["by"], metadata["classes"]
+        monitor._group_of = np.array(metadata["group_of"], np.int64)
         return monitor
+
+    def afresh(self, groups: bool = True) -> RiskMonitor:
+        """Return a monitor without rows and with the options of this one, whose coins go on where these end.
+
+        Coins that were thrown before would depend on the labels that led to the new start.
+        """
+        about = self.metadata()
+        fresh = RiskMonitor.restored(about if groups else about | {"by": None, "groups": [], "group_of": []})
+        for name in ("drawn", "score_sum"):
+            fresh._state[name] = self._state[name].copy()
+        return fresh
 
     def _fresh_state(self) -> dict[str, Array]:
         sequences = 1 + len(self.groups)
@@ -507,12 +525,13 @@ class RiskMonitor:
                 raise ValueError(f"There are {count} rows and {len(codes)} groups; pass one group for each row.")
         position = np.flatnonzero(out.accept.cpu().numpy())
         names, label, codes = names[position], label[position], codes[position]
+        codes = self._group_of[codes] if len(self._group_of) else codes
         if self.by is not None and len(codes) and not 0 <= codes.min() <= codes.max() < len(self.groups):
             raise ValueError(
                 f"Groups must be codes from 0 to {len(self.groups) - 1}, got {codes.min()} to {codes.max()}."
             )
         if ids is not None:
-            again = np.isin(names, self._state["done_id"], assume_unique=True) | self._find(names)[1]
+            again = np.isin(names, self.every_id)
             if again.any():
                 raise ValueError(f"The ids {names[again][:5].tolist()} are registered already; give every row one id.")
         return _Rows(position, names, label, codes)
@@ -549,6 +568,12 @@ class RiskMonitor:
         if len(labels) != rows:
             raise ValueError(f"There are {rows} rows and {len(labels)} labels; pass one label for each row.")
         return label_codes(labels.tolist(), self.classes) if self.classes is not None else integers(labels, "y")
+
+    @property
+    def every_id(self) -> Int[Array, "n"]:
+        """Ids of all rows that were asked for or expected."""
+        named = self._queue["id"]
+        return np.concatenate([self._state["done_id"], named[named >= 0]])
 
     def _find(self, names: Int[Array, "n"]) -> tuple[Int[Array, "k"], Bool[Array, "n"]]:
         """Positions in the queue of the ids that are in it, and which ones are."""
@@ -662,6 +687,23 @@ class _Rows(NamedTuple):
     name: Int[Array, "n"]
     label: Int[Array, "n"]
     group: Int[Array, "n"]
+
+
+def _groups_of(head: TrustHead, by: Any) -> tuple[Sequence[tuple[Any, ...]], Int[Array, "K"]]:
+    """Members of the groups of classes or regions, and the group of each: as in the head's promise, or single ones."""
+    promise = head.promise
+    if promise is not None and promise.by == by:
+        assert promise.risk is not None
+        labels = head.require_calibration().labels
+        found = observed_groups(labels, head.sepc, promise.risk, promise.delta, by, promise.joint)
+        return found.members, found.of_key
+    names = head.classes if by == "predicted" else range(len(head.sepc.codes))
+    return [(name,) for name in names], np.arange(len(names))
+
+
+def _plain(name: Any) -> Any:
+    """A name of a group as a plain Python value."""
+    return name.item() if isinstance(name, np.generic) else name
 
 
 def _log_mean(logs: Float[Array, "..."], axis: int) -> Any:

@@ -936,7 +936,10 @@ class TrustHead(nn.Module):
         if target is None and (target_logits is not None or target_layers is not None):
             raise ValueError("target_logits and target_layers belong to target: pass the embeddings as target.")
         if target is not None and (by is not None or units is not None or average or costs is not None):
-            raise ValueError("target is for a risk or a flag_rate of single rows: leave out by, units, average, costs.")
+            raise ValueError(
+                "A promise for a target is one risk or flag_rate over all its rows: leave out by, units, average and "
+                "costs. For groups, units or costs of shifted rows, label some of them and calibrate with these."
+            )
         if target is not None and calibration.own.in_units:
             raise ValueError(
                 "A promise for a target holds for independent points, and the calibration points came in units. "

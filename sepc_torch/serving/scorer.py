@@ -181,28 +181,27 @@ class Scorer:
         kept = {name: _array(batch[name]) for name in self.keep}
         layers = self._layers(head, batch)
         _check_lengths({"z": z, **kept, **layers, **({} if logits is None else {str(self.logits): logits})})
-        parts, reasons, guarded = [], [], []
+        parts = []
         for start in range(0, max(len(z), 1), self.batch_size):
             rows = slice(start, start + self.batch_size)
             given = (None if column is None else column[rows] for column in (logits, groups))
             mine = {name: column[rows] for name, column in layers.items()}
-            if self.guard is None:
-                out = head.judge(z[rows], *given, layers=mine or None)
-                self._counts.add(out)
-                reasons.append(refusal_reason(out, head.promise))
-            else:
-                out, state, ids, reason = self.guard.judge(z[rows], next(given), layers=mine or None)
-                reasons.append(reason)
-                guarded.append((ids.numpy(), np.full(len(ids), state)))
-            parts.append(out)
+            parts.append(head.judge(z[rows], *given, layers=mine or None))
         out = HeadPrediction(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        guarded: dict[str, Array] = {}
+        if self.guard is None:
+            self._counts.add(out)
+            reason = refusal_reason(out, head.promise)
+        else:  # after all rows are judged, so that a batch with a wrong row is no part of the stream
+            with_logits = logits is not None or head.classifier is not None
+            out, state, ids, reason = self.guard.watch(out, with_logits=with_logits, z=z)
+            guarded = {"row": ids.numpy(), "promise": np.full(len(ids), state)}
         scores = {name: column.numpy() for name, column in out._asdict().items()}
         for name in ("label", "network_label", "runner_up"):
             scores[name] = _named(head, scores[name])
         scores["rule"] = np.array([rule.name for rule in Rule])[scores["rule"]]
-        scores["reason"] = np.array([reason.text for reason in Reason])[torch.cat(reasons).numpy()]
-        if guarded:
-            scores["row"], scores["promise"] = (np.concatenate(column) for column in zip(*guarded, strict=True))
+        scores["reason"] = np.array([kind.text for kind in Reason])[reason.numpy()]
+        scores |= guarded
         clash = [name for name in self.keep if name in scores]
         if clash:
             raise ValueError(f"keep names {clash}, which are also names of scores; rename these columns of the batch.")

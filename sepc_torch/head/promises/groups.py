@@ -112,7 +112,15 @@ def accept_by_group(
         groups = _given(labels, by)
     else:
         check_choice("by", by, get_args(By))
-        groups = _observed(labels, sepc, risk, delta, by, joint)
+        groups = observed_groups(labels, sepc, risk, delta, by, joint)
+        if len(groups.of_key) > 1 and not groups.of_key.any():
+            named = "regions" if by == "region" else "classes"
+            warnings.warn(
+                f"The {len(groups.of_key)} {named} have too few points for promises of their own, so that all were "
+                "merged and the promise is one over all rows. Calibrate with more rows, or ask for a larger risk or "
+                "joint=False.",
+                stacklevel=5,
+            )
     of_point, held = groups.of_key[groups.keys], labels.ranked_rows.cpu().numpy()
     group, others = of_point[held], np.delete(of_point, held)
     count = len(groups.members)
@@ -231,7 +239,7 @@ def class_gaps(sepc: SEPC) -> Float[Array, "C C"]:
     return gaps
 
 
-def _observed(labels: LabelCalibration, sepc: SEPC, risk: float, delta: float, by: By, joint: bool) -> Groups:
+def observed_groups(labels: LabelCalibration, sepc: SEPC, risk: float, delta: float, by: By, joint: bool) -> Groups:
     """Groups by class or region, merged where points that are not ranked say that a group is thin."""
     points = {"class": labels.point_class, "predicted": labels.point_label, "region": labels.point_region}[by]
     keys, held = points.cpu().numpy(), labels.ranked_rows.cpu().numpy()
@@ -241,13 +249,6 @@ def _observed(labels: LabelCalibration, sepc: SEPC, risk: float, delta: float, b
     fitted = np.delete(keys, held)
     expected = np.bincount(fitted, minlength=len(gaps)) * (len(held) / len(fitted))
     of_key = merge_thin(expected, gaps, risk, delta, joint)
-    if len(of_key) > 1 and not of_key.any():
-        kind = "regions" if by == "region" else "classes"
-        warnings.warn(
-            f"The {len(of_key)} {kind} have too few points for promises of their own, so that all were merged and the "
-            "promise is one over all rows. Calibrate with more rows, or ask for a larger risk or joint=False.",
-            stacklevel=6,
-        )
     names = np.arange(len(gaps)).tolist() if by == "region" else sepc.classes
     members = [tuple(names[k] for k in np.flatnonzero(of_key == g)) for g in range(of_key.max() + 1)]
     return Groups(members, of_key, keys)
