@@ -101,6 +101,11 @@ def run_spawn(folder: Path) -> None:
     (folder / "spawn.json").write_text(json.dumps(found))
 
 
+def run_plain(folder: Path) -> None:
+    """Fit without validation data; the embedding is found."""
+    quiet_trainer(TrustMonitor(fit=FIT), max_epochs=1, folder=folder).fit(Net(), loader(blobs(60)))
+
+
 def outer_loop(folder: Path, die: tuple[str, int] | None) -> None:
     """Four rounds with new weights; the record of the pool is saved before the next round begins."""
 
@@ -186,8 +191,9 @@ def in_child(loop: Any, place: Path, die: tuple[str, int] | None) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    warnings.simplefilter("ignore")
-    {"ddp": run_ddp, "spawn": run_spawn, "kill": run_kill}[sys.argv[1]](Path(sys.argv[2]))
+    if sys.argv[1] != "plain":
+        warnings.simplefilter("ignore")
+    {"ddp": run_ddp, "spawn": run_spawn, "kill": run_kill, "plain": run_plain}[sys.argv[1]](Path(sys.argv[2]))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the other process may still communicate with this one
     sys.stderr.flush()

@@ -129,6 +129,11 @@ BAD_LABELS: dict[str, tuple[Any, type[Exception], str]] = {
     "NUL at the end": ([*Y[:3], "a\0", "a\0", "a\0"], ValueError, "ends in NUL; rename it"),
     "dates": (np.array(["2024-01-01", "2024-01-02"] * 3, dtype="M8[D]"), TypeError, "numbers, strings or booleans"),
     "bytes": (np.array([b"a", b"b"] * 3), TypeError, "numbers, strings or booleans"),
+    "meta tensor": (
+        torch.empty(6, device="meta"),
+        TypeError,
+        "y is a tensor on the meta device, which holds no labels",
+    ),
 }
 
 
@@ -165,6 +170,12 @@ def test_many_classes_are_ordered_in_linear_time() -> None:
     assert time.process_time() - start < 1.0
     assert (classes == labels[::-1]).all()
     assert (codes == labels[::-1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_labels_may_have_any_floating_dtype(dtype: torch.dtype) -> None:
+    codes = [0, 0, 0, 1, 1, 1]
+    assert training_set(X, torch.tensor(codes, dtype=dtype)).codes.tolist() == codes
 
 
 def test_text_of_numpy_and_of_python_mix() -> None:

@@ -457,6 +457,33 @@ def test_explanations_and_reports_take_the_promise_of_score(folder: Path, tmp_pa
 
 
 @pytest.mark.slow
+def test_the_risk_is_kept_in_every_group(tmp_path: Path) -> None:
+    """The decisions of the file are those of the library; a later calibration keeps the groups."""
+    people(0, 1500).to_csv(tmp_path / "d.csv", index=False)
+    people(1, 500).to_csv(tmp_path / "later.csv", index=False)
+    fit = ("fit", tmp_path / "d.csv", "-l", "answer", "--drop", "name", "--model", "logistic", "-o", tmp_path / "m")
+    found = json.loads(succeed(*fit, "--risk", "30%", "--by", "predicted", "--json"))["promise"]
+    assert found["by"] == "predicted"
+    assert sorted(group["group"][0] for group in found["groups"]) == ["no", "yes"]
+    frame = people(2, 400)
+    head = TrustHead.load(tmp_path / "m.safetensors")
+    accept = head.judge(frame).accept
+    assert 0 < accept.sum() < len(frame)
+    kept = head.accept_at(risk=0.3, by="predicted")
+    assert [list(group._asdict().values())[1:] for group in kept.groups] == [
+        list(group.values())[1:] for group in found["groups"]
+    ]
+    assert head.judge(frame).accept.tolist() == accept.tolist()
+    calibrate = ("calibrate", tmp_path / "m", tmp_path / "later.csv", "-l", "answer", "-o", tmp_path / "n")
+    assert "of each predicted class are wrong" in succeed(*calibrate)
+    printed = succeed(*calibrate, "--risk", 0.3, "--by", "class")
+    assert "of each true class are wrong" in printed
+    assert "group  points  threshold" in printed
+    assert "No promise.\n\ngroup" in succeed(*calibrate, "--risk", 0.0001, "--by", "predicted")
+    assert "pass --risk too" in fail(*calibrate, "--by", "class")
+    assert "by must be one of 'class', 'predicted', 'region'" in fail(*fit, "--risk", 0.1, "--by", "city")
+
+
 def test_a_calibration_keeps_the_risk_of_the_model(folder: Path, tmp_path: Path) -> None:
     people(2, 300).to_csv(tmp_path / "later.csv", index=False)
     first, second = tmp_path / "first", tmp_path / "second"

@@ -188,6 +188,7 @@ class TestOwnEstimator:
             ("nowhere:x", "'nowhere:x' cannot be imported"),
             ("json:absent", "'json:absent' cannot be imported"),
             ("collections:OrderedDict", "without fit and predict"),
+            ("sklearn.linear_model:LinearRegression", "is a regressor, which predicts numbers and no labels"),
         ],
     )
     def test_what_is_no_estimator(self, folder: Path, tmp_path: Path, model: str, message: str) -> None:
@@ -252,6 +253,14 @@ class TestColumns:
         _, said = self.fit(pd.concat([frame, frame[:150]]), tmp_path)
         assert "33.3% of the rows repeat another row" in said
         assert TrustHead.load(tmp_path / "m.safetensors").repeats == 0.0
+        _, said = self.fit(pd.concat([frame] * 3), tmp_path)
+        assert "66.7% of the rows repeat another row" in said
+        assert TrustHead.load(tmp_path / "m.safetensors").repeats == 0.0
+
+    def test_too_few_units_are_named(self, tmp_path: Path) -> None:
+        people(0, 300).to_csv(tmp_path / "t.csv", index=False)
+        fit = ("fit", tmp_path / "t.csv", "-l", "answer", "--drop", "name", "--units", "city", "-o", tmp_path / "m")
+        assert "rows form 3 units, which are too few" in fail(*fit)
 
     def test_money_decimal_commas_and_dates(self, rng: Rng, tmp_path: Path) -> None:
         frame = people(0, 300).drop(columns="name")

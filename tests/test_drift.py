@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +168,44 @@ def test_a_class_that_takes_over(head: TrustHead) -> None:
     assert low <= right.mean() <= high
     assert "class 2, regions" in str(report)
     assert f"drift: alarm at point {report.alarm_at}; p = " in str(report)
+
+
+def test_the_alarm_names_the_point_that_raised_it(head: TrustHead) -> None:
+    """The points before it raise no alarm, with it they do, and later points do not move it."""
+    x, _, logits = draw(np.random.default_rng(6), 3000, (0.05, 0.05, 0.9))
+    report = DriftMonitor(head, alpha=0.01).update(x, logits)
+    at = report.alarm_at
+    assert at is not None
+    assert at < 1000
+    assert report.seen == 3000
+    assert not DriftMonitor(head, alpha=0.01).update(x[:at], logits[:at]).alarm
+    found = DriftMonitor(head, alpha=0.01).update(x[: at + 1], logits[: at + 1])
+    assert (found.alarm, found.alarm_at) == (True, at)
+    in_pieces = DriftMonitor(head, alpha=0.01)
+    for start in range(0, 3000, 700):
+        last = in_pieces.update(x[start : start + 700], logits[start : start + 700])
+    assert last.alarm_at == at
+    for text in (str(report), report.sentence):
+        assert f"alarm at point {at}" in text
+        assert "after 3000 points" in text
+
+
+def test_threads_may_update_one_monitor(head: TrustHead) -> None:
+    x, _, logits = draw(np.random.default_rng(7), 800)
+    monitor = pickle.loads(pickle.dumps(DriftMonitor(head)))
+    pieces = [(x[i : i + 5], logits[i : i + 5]) for i in range(0, 800, 5)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda piece: monitor.update(*piece), pieces))
+    finally:
+        sys.setswitchinterval(before)
+    alone = DriftMonitor(head)
+    alone.update(x, logits)
+    counts = [each.state_dict()["cells"] for each in (monitor, alone)]
+    assert monitor.report().seen == 800
+    assert torch.equal(*counts), "every point is counted once"
 
 
 def test_a_line_names_few_of_many_regions() -> None:

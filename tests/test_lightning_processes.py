@@ -26,11 +26,13 @@ LIMIT = 500
 MEASURED = int((~calibration_half(torch.arange(31))).sum())
 
 
-def run_script(name: str, folder: Path) -> None:
+def run_script(name: str, folder: Path) -> str:
+    """Run a part of ``lightning_processes.py`` and return what it wrote to the standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "lightning_processes.py"), name, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr
 
 
 def read(path: Path) -> Any:
@@ -120,3 +122,11 @@ def test_a_killed_run_resumes_without_losing_or_repeating_labels(tmp_path: Path)
                     [i for i, round_of in enumerate(run["round_of"]) if round_of == r] for run in (again, uninterrupted)
                 ]
                 assert ids[0] == ids[1], f"{name} {number}, round {r}"
+
+
+@pytest.mark.slow
+def test_messages_and_warnings_are_seen_without_any_setting(tmp_path: Path) -> None:
+    """No handler, level or filter is set, as in a user's script."""
+    said = run_script("plain", tmp_path)
+    assert "TrustMonitor: the embedding is the input of the submodule 'classifier'" in said
+    assert "there is no validation loader; flags promise no rate" in said

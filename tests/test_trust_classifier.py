@@ -34,9 +34,11 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.svm import SVC
 
 from sepc_torch import DriftMonitor, TrustClassifier, TrustHead
+from sepc_torch.data.table_classifier import OwnEstimator, estimator_labels, estimator_logits
+from sepc_torch.data.table_encoding import TableEncoding
 from sepc_torch.shapes import Array
 from sepc_torch.sklearn.calibration import Fold, calibrate_out_of_fold
-from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning, estimator_logits
+from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning
 from sepc_torch.sklearn.trust_classifier import CalibrationWarning
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,6 +157,32 @@ def test_logits_belong_to_the_labels(rng: np.random.Generator, estimator: Any, c
     np.testing.assert_array_equal(model.classes_[logits.argmax(axis=1)], model.predict(X))
     largest = np.sort(logits.astype(np.float32), axis=1)
     assert (largest[:, -1] > largest[:, -2]).all()
+
+
+class Columns:
+    """A classifier that gives labels and log odds as columns, as some libraries do."""
+
+    def __init__(self, estimator: Any) -> None:
+        self.estimator, self.classes_ = estimator, estimator.classes_
+
+    def predict(self, X: Any) -> Any:
+        return self.estimator.predict(X)[:, None]
+
+    def decision_function(self, X: Any) -> Any:
+        odds = self.estimator.decision_function(X)
+        return odds.reshape(len(odds), -1)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_labels_and_log_odds_as_columns(rng: np.random.Generator, classes: int) -> None:
+    X, y = clouds(rng, 120, classes)
+    plain = LogisticRegression().fit(X, y)
+    columns = Columns(plain)
+    np.testing.assert_array_equal(estimator_labels(columns, X), plain.predict(X))
+    np.testing.assert_array_equal(estimator_logits(columns, X), estimator_logits(plain, X))
+    names = [f"x{j}" for j in range(X.shape[1])]
+    encoding = TableEncoding.fit(dict(zip(names, X.T, strict=True)), names, [])
+    np.testing.assert_array_equal(OwnEstimator(columns).logits(X, encoding), OwnEstimator(plain).logits(X, encoding))
 
 
 class Weighted(ClassifierMixin, BaseEstimator):  # type: ignore[misc] # scikit-learn ships no types

@@ -6,7 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +252,31 @@ def test_the_output_may_have_another_precision_than_the_last_layer() -> None:
     assert find_places(Mixed(), (torch.randn(3, 4),), {}, layers=None) == Places("classifier")
 
 
+class Masked(nn.Module):
+    """A transformer with a mask: in evaluation mode, torch gives its blocks nested tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        return self.classifier(self.blocks(self.words(words), src_key_padding_mask=mask)[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_masked_transformers_are_no_places(rng: Rng) -> None:
+    net, words = Masked().eval(), torch.from_numpy(rng.integers(0, 9, (6, 5)))
+    mask = torch.arange(5) >= torch.tensor([5, 4, 3, 5, 2, 1])[:, None]
+    with torch.no_grad():
+        expected = net(words, mask)
+        places = find_places(net, (words, mask), {}, "auto", "auto")
+        assert places.last == "classifier"
+        assert not any(name.startswith("blocks.") for name in places.layers)
+        assert torch.equal(TappedNetwork(net, places)(words, mask)[0], expected)
+
+
 def test_misspelt_names_get_a_hint() -> None:
     with pytest.raises(ValueError, match=r"Did you mean 'layer2'\?"):
         find_places(ResNet(), *example("resnet"), layers=["leyer2"])
@@ -407,6 +432,13 @@ def test_labels_in_another_order_are_an_error(rng: Rng) -> None:
         TrustedModel.fit(network(), *data, classes=["ant", "bee"])
 
 
+class Samples(TensorDataset):
+    """A data set that can be iterated over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+
 @pytest.mark.slow
 def test_other_tasks_are_refused_with_what_works(rng: Rng) -> None:
     x, y = blobs(rng, 60)
@@ -418,6 +450,10 @@ def test_other_tasks_are_refused_with_what_works(rng: Rng) -> None:
         TrustedModel.fit(network(), [x], [(x, y)])
     with pytest.raises(ValueError, match="training data are empty"):
         TrustedModel.fit(network(), [], [(x, y)])
+    with pytest.raises(TypeError, match="training data are a data set, which gives single samples"):
+        TrustedModel.fit(network(), Samples(x, y), [(x, y)])
+    with pytest.raises(TypeError, match="calibration data are a data set"):
+        TrustedModel.fit(network(), [(x, y)], Samples(x, y))
     pictures = torch.randn(8, 3, 16, 16)
     with pytest.raises(ValueError, match=r"expected whole numbers of the shape \(8, 16, 16\)"):
         TrustedModel.fit(UNet(), [(pictures, torch.zeros(8))], [(x, y)])
@@ -550,7 +586,7 @@ def test_maps_and_sequences_are_judged_by_position(rng: Rng, tokens: bool) -> No
     rows = trusted.read(data(5))
     assert rows.units is not None
     assert (np.unique(rows.units) == np.arange(5)).all()
-    with pytest.raises(ValueError, match="A label is 255"):
+    with pytest.raises(ValueError, match=r"A label is 255, .* ignore_index="):
         TrustedModel.fit(model, data(10), data(10))
 
 
@@ -643,6 +679,10 @@ def test_files_copies_and_other_networks(rng: Rng, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"weight of shape \(4, 8\), and the head has 3 classes"):
         TrustedModel.load(tmp_path / "trusted.safetensors", network(4))
     TrustHead.fit(*(part.numpy() for part in blobs(rng, 90)), dim=2).save(tmp_path / "head.safetensors")
+    hidden = trusted.head.in_features
+    wider = nn.Sequential(*list(network())[:-1], nn.Linear(hidden + 1, 3))
+    with pytest.raises(ValueError, match=rf"weight of shape \(3, {hidden + 1}\), .* embeddings of {hidden} numbers"):
+        TrustedModel.load(tmp_path / "trusted.safetensors", wider)
     with pytest.raises(ValueError, match=r"load it with TrustHead\.load"):
         TrustedModel.load(tmp_path / "head.safetensors", network())
 

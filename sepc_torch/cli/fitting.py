@@ -66,6 +66,7 @@ def fit(
     risk: shell.Risk = None,
     delta: shell.Delta = 0.05,
     flag_rate: shell.FlagRate = None,
+    by: shell.By = None,
     sep: shell.Separator = None,
     encoding: shell.Encoding = None,
     decimal: shell.Decimal = None,
@@ -140,7 +141,7 @@ def fit(
     calibrating_points, of_units = rows.points(calibrating, encoded), None if unit is None else unit[held]
     _keep_hashes(head, points, calibrating_points)
     head.calibrate(calibrating_points, rows.targets[held], rows.logits_of(calibrating), seed=seed, units=of_units)
-    promise = set_promise(head, risk, delta, flag_rate, 1.0 / _HELD, "rows in the file (a quarter calibrates)")
+    promise = set_promise(head, risk, delta, flag_rate, 1.0 / _HELD, "rows in the file (a quarter calibrates)", by=by)
     head.save(output)
     notes_on_columns(rows.columns)
     notes_on_rows(rows.sample)
@@ -235,6 +236,7 @@ def calibrate(
     risk: shell.Risk = None,
     delta: shell.Delta = 0.05,
     flag_rate: shell.FlagRate = None,
+    by: shell.By = None,
     sep: shell.Separator = None,
     encoding: shell.Encoding = None,
     max_rows: shell.MaxTableRows = None,
@@ -254,7 +256,8 @@ def calibrate(
             "be made: calibrate with rows that the model was not fitted on."
         )
     before, head.order_stated = head.promise, True  # the columns are in the order of head.classes
-    if before is not None and (risk is not None or flag_rate is not None or not before.chosen):
+    wishes = (risk, flag_rate, by)
+    if before is not None and (any(wish is not None for wish in wishes) or not before.chosen):
         before = None
     of_units = unit_names(rows.sample, units)
     if before is None or (before.by is None and (not before.units or of_units is not None)):
@@ -262,7 +265,7 @@ def calibrate(
             risk, delta, flag_rate = before.risk, before.delta, before.flag_rate
         head.promise = None
         head.calibrate(rows.z, rows.targets, rows.logits, seed=seed, units=of_units)
-        promise = set_promise(head, risk, delta, flag_rate)
+        promise = set_promise(head, risk, delta, flag_rate, by=by)
     else:  # thresholds of groups, set in Python, or over units, which these rows do not have
         head.calibrate(rows.z, rows.targets, rows.logits, seed=seed, units=of_units)
         assert head.promise is not None
@@ -293,6 +296,11 @@ def _split(targets: Any, units: Any, seed: int) -> tuple[Any, Any]:
         held.append(rng.permutation(own)[: round(_HELD * len(own))])
     chosen = np.flatnonzero(np.isin(unit, np.concatenate(held)))
     if len(chosen) < LEAST_CALIBRATION:
+        if len(first) < len(targets):
+            raise ValueError(
+                f"The {len(targets)} rows form {len(first)} units, which are too few: a quarter of the units "
+                f"calibrates, which takes at least {LEAST_CALIBRATION} rows. Add units."
+            )
         raise ValueError(
             f"{len(targets)} rows are too few: a quarter of them calibrates, which takes at least {LEAST_CALIBRATION}. "
             f"Add about {round((LEAST_CALIBRATION - len(chosen)) / _HELD)} rows, or fit the paper's classifier with "

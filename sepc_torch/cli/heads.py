@@ -18,6 +18,7 @@ from sepc_torch.cli.training_rows import Sample, sample_rows
 from sepc_torch.data.files import FileFormatError, kind_of
 from sepc_torch.data.table_encoding import ABSENT, MISSING, category_texts
 from sepc_torch.head.calibration.label_calibration import LabelCalibration
+from sepc_torch.head.promises.groups import GroupAcceptance
 from sepc_torch.head.promises.shift import Shift
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Float
@@ -231,6 +232,7 @@ def set_promise(
     what: str = "calibration rows",
     target: HeadRows | None = None,
     shift: Shift = "covariate",
+    by: Any = None,
 ) -> dict[str, Any]:
     """Set the acceptance threshold of a calibrated head; return the promise in words (``text``) and numbers.
 
@@ -243,7 +245,10 @@ def set_promise(
         what: Name of these rows.
         target: Unlabelled rows for which the promise must hold, if the data have shifted.
         shift: What the promise then assumes.
+        by: Kind of groups in each of which the promise of ``risk`` must hold, or None for all rows.
     """
+    if risk is None and by is not None:
+        raise ValueError("--by keeps the promise of --risk in every group: pass --risk too.")
     if risk is not None and flag_rate is not None:
         raise ValueError("Pass --risk or --flag-rate, not both: one threshold keeps one promise.")
     labels = calibrated_labels(head)
@@ -254,7 +259,17 @@ def set_promise(
         return _promise_for_target(head, risk, delta, flag_rate, target, shift)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The head accepts", UserWarning)  # the promise says so
-        found = head.accept_at(risk=risk, delta=delta, flag_rate=flag_rate)
+        warnings.filterwarnings("ignore", "The risk .* cannot be promised in", UserWarning)  # as does the table
+        found: Any = head.accept_at(risk=risk, delta=delta, flag_rate=flag_rate, by=by)
+    if isinstance(found, GroupAcceptance):
+        kept = any(group.found for group in found.groups)
+        text = f"Promise: {head.promise}. It holds for rows drawn like the calibration rows." if kept else "No promise."
+        text += f"\n\n{found}\n"
+        text += (
+            "" if found.found else f"\nNothing is accepted of groups that are not found. For example, {found.limits}"
+        )
+        facts = {"text": text, "risk": risk, "delta": delta, "flag_rate": flag_rate, "by": by, **found._asdict()}
+        return {**facts, "groups": [group._asdict() for group in found.groups]}
     if risk is not None and not found.found:
         text = f"No promise, nothing is accepted: {labels.shortfall(risk, delta, rows, what)}"
     else:

@@ -218,6 +218,13 @@ Units = Annotated[
     str | None,
     typer.Option(help="Column that names the unit of each row, such as a patient; the promise is then over units."),
 ]
+By = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep the promise of --risk in every group, not only over all rows: predicted (labels), class (true "
+        "labels) or region."
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random choice of rows.")]
 _SAMPLE = "Use a random sample of at most this many rows of the file."
 MaxRows = Annotated[int, typer.Option(min=100, help=_SAMPLE)]

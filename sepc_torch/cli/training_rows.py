@@ -40,6 +40,8 @@ _LEAST_PER_LABEL = 5
 _FEW_LABELS = 20
 # Repeated rows are kept together if at least this share of the rows differ; a table of few kinds of rows has no others.
 _MOSTLY_DIFFERENT = 0.5
+# Up to this many rows of each kind, chance leaves some kinds with one row.
+_MOST_COPIES = 4
 # Share of other rows whose label a column gives away.
 _LEAK = 0.999
 # Rows that are asked for leaks, and the least number of them that shows one.
@@ -300,12 +302,14 @@ def equal_rows(rows: TrainingRows) -> Int[Array, "n"] | None:
     """A number for each row, equal for rows with equal features, if some rows repeat others; else None.
 
     Equal rows on both sides of a split would make the labels look better than they are. In a table with few kinds of
-    rows, new rows repeat old ones as well, and None is returned.
+    rows, new rows repeat old ones as well, and None is returned. Chance leaves some kinds with one row; if there is
+    none, and few rows of each kind, the table holds copies.
     """
     frame = rows.sample.table.select(rows.features).to_pandas()
     codes = pd.factorize(pd.util.hash_pandas_object(frame, index=False).to_numpy())[0]
-    different = len(np.unique(codes))
-    if different == len(codes) or different < _MOSTLY_DIFFERENT * len(codes):
+    sizes = np.bincount(codes)
+    copies = sizes.min() > 1 and len(codes) <= _MOST_COPIES * len(sizes)
+    if len(sizes) == len(codes) or not (copies or len(sizes) >= _MOSTLY_DIFFERENT * len(codes)):
         return None
     return codes
 

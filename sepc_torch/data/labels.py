@@ -103,7 +103,10 @@ def _reorder(found: Array, classes: Array) -> tuple[Array, Int[Array, "C"]]:
 def label_array(y: Any, name: str = "y") -> Array:
     """Validate labels and convert them to a one-dimensional array of numbers, strings or booleans."""
     if hasattr(y, "detach"):
-        y = y.detach().cpu().numpy()
+        if y.is_meta:
+            raise TypeError(f"{name} is a tensor on the meta device, which holds no labels; pass one with values.")
+        y = y.detach().cpu()
+        y = (y.float() if y.is_floating_point() and y.element_size() < 4 else y).numpy()  # NumPy has no bfloat16
     if isinstance(y, (list, tuple)):
         check_label_texts(y, name)
     mixed = isinstance(y, (list, tuple)) and len({type(label) for label in y}) > 1

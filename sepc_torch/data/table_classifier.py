@@ -89,6 +89,56 @@ def log_probabilities(probabilities: Float[Array, "B C"]) -> Float[Array, "B C"]
         return np.log(probabilities) - _ENERGY
 
 
+def estimator_labels(estimator: Any, X: Any) -> Array:
+    """Labels of a fitted classifier (n,); some libraries return them as a column.
+
+    >>> from sklearn.dummy import DummyClassifier
+    >>> estimator_labels(DummyClassifier().fit([[0], [1]], ["a", "a"]), [[2]]).tolist()
+    ['a']
+    """
+    labels = np.asarray(estimator.predict(X))
+    return labels[:, 0] if labels.shape[1:] == (1,) else labels
+
+
+def estimator_logits(estimator: Any, X: Any) -> Float[Array, "B C"]:
+    r"""Logits of a fitted classifier, of which the largest one belongs to its label in every row.
+
+    They are its decision function (:math:`\mp d / 2` for two classes), or one plus the logarithm of its probabilities.
+    An estimator without either has the same logits for every row of a label.
+
+    >>> from sklearn.neighbors import KNeighborsClassifier
+    >>> tie = KNeighborsClassifier(2).fit([[0.0], [1.0]], ["a", "b"])
+    >>> estimator_logits(tie, [[0.5]]).round(3)
+    array([[0.307, 0.307]])
+    >>> estimator_logits(tie, [[0.5]]).argmax()
+    np.int64(0)
+    """
+    classes = np.asarray(estimator.classes_)
+    label = np.searchsorted(classes, estimator_labels(estimator, X))
+    scores = estimator_scores(estimator, X)
+    if scores is None:
+        scores = np.where(label[:, None] == np.arange(len(classes)), _PLAIN_LOGIT, 0.0)
+    # Probabilities of forests have ties, and the labels of a support vector machine need not be its largest score.
+    return leading(scores, label)
+
+
+def estimator_scores(estimator: Any, X: Any) -> Float[Array, "B C"] | None:
+    """Decision function or log probabilities; None if the estimator has neither for every class."""
+    classes = len(estimator.classes_)
+    if hasattr(estimator, "decision_function"):
+        scores = np.asarray(estimator.decision_function(X), dtype=np.float64)
+        if classes == 2 and scores.shape[1:] in ((), (1,)):
+            scores = scores.reshape(-1, 1)
+            return np.concatenate([-scores / 2, scores / 2], axis=1)
+        if scores.shape[1:] == (classes,):
+            return scores
+    if hasattr(estimator, "predict_proba"):
+        probabilities = np.asarray(estimator.predict_proba(X), dtype=np.float64)
+        if probabilities.shape[1:] == (classes,):
+            return log_probabilities(probabilities)
+    return None
+
+
 @dataclass(frozen=True)
 class Trees(TableClassifier):
     """A sum or mean of decision trees: histogram gradient boosting, or a random forest.
@@ -259,19 +309,9 @@ class OwnEstimator(TableClassifier):
         return self._logits(features, encoding)
 
     def _logits(self, features: Float[Array, "B F"], encoding: TableEncoding) -> Float[Array, "B C"]:
-        classes = np.asarray(self.estimator.classes_)
         if not len(features):
-            return np.zeros((0, len(classes)))
-        label = np.searchsorted(classes, np.asarray(self.estimator.predict(features)))
-        scores = None
-        if hasattr(self.estimator, "decision_function"):
-            scores = np.asarray(self.estimator.decision_function(features), dtype=np.float64)
-            scores = np.stack([-scores / 2, scores / 2], axis=1) if scores.ndim == 1 and len(classes) == 2 else scores
-        if (scores is None or scores.shape[1:] != classes.shape) and hasattr(self.estimator, "predict_proba"):
-            scores = log_probabilities(np.asarray(self.estimator.predict_proba(features), dtype=np.float64))
-        if scores is None or scores.shape[1:] != classes.shape:
-            scores = np.where(label[:, None] == np.arange(len(classes)), _PLAIN_LOGIT, 0.0)
-        return leading(scores, label)
+            return np.zeros((0, len(self.estimator.classes_)))
+        return estimator_logits(self.estimator, features)
 
 
 def read_classifier(

@@ -21,6 +21,7 @@ import copy
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -449,7 +450,14 @@ class DriftMonitor:
         wrong = accepted & ~labels.ranked_right.cpu()
         self._accepted_start = np.bincount(cell, weights=accepted.numpy(), minlength=len(self._classes))
         self._wrong_start = np.bincount(cell, weights=wrong.numpy(), minlength=len(self._classes))
-        self._state = self._fresh_state()
+        self._state, self._lock = self._fresh_state(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock, which cannot be copied."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def update(
         self, z: Any, logits: Any = None, *, layers: Mapping[str, Any] | None = None, ids: Any = None
@@ -492,12 +500,13 @@ class DriftMonitor:
         points = None if z is None or self._past_alarm() else self.head.as_tensor(z)
         if points is not None and points.shape != (len(score), self.head.in_features):
             raise ValueError(f"Expected z of shape ({len(score)}, {self.head.in_features}), got {tuple(points.shape)}.")
-        for start in range(0, len(score), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            self._advance(self._score_bins(score[rows]), self._cell_of[region[rows]], accept[rows])
-            of_rows = None if names is None else names[rows]
-            self._keep(score[rows], region[rows], of_rows, None if points is None else points[rows])
-        return self.report()
+        with self._lock:  # a thread at a time
+            for start in range(0, len(score), _CHUNK):
+                rows = slice(start, start + _CHUNK)
+                self._advance(self._score_bins(score[rows]), self._cell_of[region[rows]], accept[rows])
+                of_rows = None if names is None else names[rows]
+                self._keep(score[rows], region[rows], of_rows, None if points is None else points[rows])
+            return self.report()
 
     def _check_logits(self, with_logits: bool) -> None:
         """Raise ValueError unless predictions are with logits if and only if the calibration was."""

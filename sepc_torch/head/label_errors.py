@@ -179,7 +179,7 @@ def suspicious_labels(
     if len(classes) < 2 or sizes.min() < folds:
         smallest = classes[sizes.argmin()].item()
         raise ValueError(
-            f"Class {smallest!r} has {sizes.min()} of {len(classes)} classes' rows; at least two classes of "
+            f"Of {len(classes)} classes, the smallest, {smallest!r}, has {sizes.min()} rows; at least two classes of "
             f"folds={folds} rows each are needed. Choose fewer folds, or leave the class out."
         )
     names = np.arange(len(codes)) if ids is None else np.asarray(ids)

@@ -259,10 +259,10 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """A tensor, or the first one of a tuple or list."""
+    """A tensor, or the first one of a tuple or list; None for the nested tensors of masked transformers."""
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
-    return value if isinstance(value, Tensor) and value.dim() > 0 else None
+    return value if isinstance(value, Tensor) and not value.is_nested and value.dim() > 0 else None
 
 
 def output_logits(output: Any) -> Tensor:
@@ -387,8 +387,9 @@ class TappedNetwork(nn.Module):
         missing = [name for name in wanted if name not in found]
         if missing:
             raise RuntimeError(
-                f"The forward pass did not reach {missing}. If a module was replaced after the network was wrapped, "
-                "fit again; if the network was compiled before, wrap the plain network and compile the TrustedModel."
+                f"The forward pass did not reach {missing}. After detach, or if a module was replaced since the "
+                "network was wrapped, fit or load again; if the network was compiled before, wrap the plain network "
+                "and compile the TrustedModel."
             )
         layers = tuple(found[f"layer {name}"] for name in self.places.layers)
         # A layer that is called several times: the call that made the output, if there is one.

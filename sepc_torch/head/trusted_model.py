@@ -27,7 +27,16 @@ from sepc_torch.data.options import check_count
 from sepc_torch.data.progress import Bar, Choice
 from sepc_torch.head.calibration.calibration import better_order
 from sepc_torch.head.explanation import DecisionExplanation
-from sepc_torch.head.network import LABELS, Places, TappedNetwork, channels_first, find_places, output_logits, unwrapped
+from sepc_torch.head.network import (
+    LABELS,
+    Places,
+    TappedNetwork,
+    channels_first,
+    find_places,
+    output_logits,
+    submodule,
+    unwrapped,
+)
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.promises.conformal import check_share
 from sepc_torch.head.reading.layers import layer_rows
@@ -246,6 +255,8 @@ class TrustedModel(nn.Module):
         check_count(seed, "seed")
         reading: Reading = {"inputs": inputs, "labels": labels, "ignore_index": ignore_index}
         take = _Batches(**reading, seed=seed)
+        for name, data in (("training", training), ("calibration", calibration)):
+            _check_loader(data, name)
         first, training = _peek(training, "training")
         inner = unwrapped(network)
         args, kwargs = _on_device_of(inner, *take.inputs(first))
@@ -303,6 +314,7 @@ class TrustedModel(nn.Module):
             progress: ``"auto"`` shows progress on a terminal for long work.
             reading: ``inputs``, ``labels``, ``units`` and ``ignore_index`` of :meth:`fit`.
         """
+        _check_loader(calibration, "calibration")
         _warn_of_augmentation(calibration)
         batches = self._read(calibration, _Batches(**reading, seed=seed), "Calibration data", progress)
         rows = _joined(batches, self.places.layers)
@@ -315,6 +327,7 @@ class TrustedModel(nn.Module):
         logits = torch.from_numpy(rows.logits)
         examples: dict[str, Any] = {}
         if unknowns is not None:
+            _check_loader(unknowns, "unknown")
             reading |= {"labels": lambda _: None, "units": None}
             shown = self.read(unknowns, progress=progress, **reading)
             of_unknowns = torch.from_numpy(shown.logits)
@@ -395,13 +408,9 @@ class TrustedModel(nn.Module):
                 f"The file {str(path)!r} holds a TrustHead without a place in a network; load it with TrustHead.load."
             )
         inner = unwrapped(network)
-        trusted = cls(network, head, Places(found["layer"], tuple(found["layers"]), bool(found["normalised"])))
-        weight = getattr(inner.get_submodule(found["layer"]), "weight", None)
-        if isinstance(weight, Tensor) and len(head.classes) > 2 and len(head.classes) not in weight.shape:
-            raise ValueError(
-                f"The layer {found['layer']!r} has a weight of shape {tuple(weight.shape)}, and the head has "
-                f"{len(head.classes)} classes; pass the network that it was fitted to."
-            )
+        places = Places(found["layer"], tuple(found["layers"]), bool(found["normalised"]))
+        _check_last(inner, places.last, head)
+        trusted = cls(network, head, places)
         if found["fingerprint"] != _fingerprint(inner):
             warnings.warn(
                 "This network has other weights than the one that the head was fitted to. Promises hold for that "
@@ -584,6 +593,20 @@ def _label_rows(given: Any, shape: tuple[int, ...]) -> Array:
     return y
 
 
+def _check_last(network: nn.Module, last: str, head: TrustHead) -> None:
+    """Raise ValueError if the last layer of a network has not the sizes that the head was fitted to."""
+    layer = submodule(network, last, "layer")
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        return
+    other_classes = len(head.classes) > 2 and len(head.classes) not in weight.shape
+    if other_classes or (isinstance(layer, nn.Linear) and layer.in_features != head.in_features):
+        raise ValueError(
+            f"The layer {last!r} has a weight of shape {tuple(weight.shape)}, and the head has {len(head.classes)} "
+            f"classes and embeddings of {head.in_features} numbers; pass the network that it was fitted to."
+        )
+
+
 def _codes(y: Array, classes: list[Any] | None, columns: int) -> Array:
     """The columns of the labels; labels that are names need the classes."""
     if classes is not None and len(classes) != columns:
@@ -606,7 +629,7 @@ def _codes(y: Array, classes: list[Any] | None, columns: int) -> Array:
         wrong = codes.max() if codes.max() >= columns else codes.min()
         raise ValueError(
             f"A label is {wrong}, and the network has {columns} logits, for labels from 0 to {columns - 1}. Drop rows "
-            "of other labels, or pass labels=, a function that maps them."
+            "of other labels, pass labels=, a function that maps them, or, for positions of a map, ignore_index=."
         )
     return codes
 
@@ -693,6 +716,15 @@ def _peek(data: Iterable[Any], what: str) -> tuple[Any, Iterable[Any]]:
     for first in data:
         return first, data
     raise ValueError(f"The {what} data are empty; pass at least one batch.")
+
+
+def _check_loader(data: Any, what: str) -> None:
+    """Raise TypeError for a data set, which gives samples in place of batches."""
+    if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.IterableDataset):
+        raise TypeError(
+            f"The {what} data are a data set, which gives single samples. Pass batches: "
+            "torch.utils.data.DataLoader(data, batch_size=256), or batch_size=None if its items are batches."
+        )
 
 
 def _few_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -200,7 +200,7 @@ def _check_exportable(head: TrustHead) -> None:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Context without torch's notes on operators that the graph does not need, and without its warning of itself."""
+    """Context without torch's notes on operators that the graph does not need, and without its warnings of itself."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -208,6 +208,8 @@ def _without_notes() -> Iterator[None]:
         with warnings.catch_warnings():
             # torch 2.13 makes a LeafSpec when it copies the description of a graph's outputs.
             warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            # A transposed constant is written as it is; the warning is about constants on a GPU.
+            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
             yield
     finally:
         logger.setLevel(before)

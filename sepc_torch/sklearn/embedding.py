@@ -15,21 +15,14 @@ from sklearn.impute import SimpleImputer
 from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.validation import column_or_1d
 
+from sepc_torch.data.table_classifier import estimator_logits, estimator_scores
 from sepc_torch.data.table_encoding import TableEncoding, parse_numbers
 from sepc_torch.shapes import Array, Float
 
 # Sparse features above this number are projected: a dense copy of bags of words would fill the memory.
 _MAX_SPARSE = 512
 _PROJECTED = 64
-# The estimator's label gets at least this lead over the other logits, relative to 1 + |logit|: float32 keeps it, and
-# the energy of the logits changes by less than the resolution of nonconformity scores.
-_LEAD = 1e-6
-# Energy of log probabilities. It is the same for every row; around zero its rounding errors would count as differences.
-_ENERGY = -1.0
-# Logit of the label of an estimator without scores: softmax then says the same of every row.
-_PLAIN_LOGIT = 4.0
 # Least log probability in place of features: one in a million. Forests give zero to many classes, which has none.
 _LEAST_LOG = float(np.log(1e-6))
 
@@ -75,7 +68,7 @@ class ClassifierEmbedding:
         elif (numbers := _dense(x)) is not None:
             imputer = SimpleImputer(strategy="median", keep_empty_features=True, add_indicator=True)
             return cls(None, make_pipeline(imputer, StandardScaler()).fit(numbers))
-        if _scores(estimator, X, len(estimator.classes_)) is None:
+        if estimator_scores(estimator, X) is None:
             raise ValueError(
                 f"The head needs numbers, but the classifier's features ({type(x).__name__}) are neither numbers nor "
                 "columns of a table, and the classifier has no probabilities. Pass embed=, a function of the fitted "
@@ -109,57 +102,6 @@ class ClassifierEmbedding:
     def __call__(self, estimator: Any, X: Any) -> tuple[Float[Array, "B D"], Float[Array, "B C"]]:
         """Embeddings and logits of rows."""
         return self.embed(estimator, X), estimator_logits(estimator, X)
-
-
-def estimator_labels(estimator: Any, X: Any) -> Array:
-    """Labels of a classifier (n,); some libraries return them as a column.
-
-    >>> from sklearn.dummy import DummyClassifier
-    >>> estimator_labels(DummyClassifier().fit([[0], [1]], ["a", "a"]), [[2]]).tolist()
-    ['a']
-    """
-    return column_or_1d(estimator.predict(X))
-
-
-def estimator_logits(estimator: Any, X: Any) -> Float[Array, "B C"]:
-    r"""Logits of a classifier, of which the largest one belongs to its label in every row.
-
-    They are its decision function (:math:`\mp d / 2` for two classes), or one plus the logarithm of its probabilities.
-    An estimator without either has the same logits for every row of a label.
-
-    >>> from sklearn.neighbors import KNeighborsClassifier
-    >>> tie = KNeighborsClassifier(2).fit([[0.0], [1.0]], ["a", "b"])
-    >>> estimator_logits(tie, [[0.5]]).round(3)
-    array([[0.307, 0.307]])
-    >>> estimator_logits(tie, [[0.5]]).argmax()
-    np.int64(0)
-    """
-    classes = np.asarray(estimator.classes_)
-    label = np.searchsorted(classes, estimator_labels(estimator, X))
-    logits = _scores(estimator, X, len(classes))
-    if logits is None:
-        logits = np.where(label[:, None] == np.arange(len(classes)), _PLAIN_LOGIT, 0.0)
-    rows = np.arange(len(label))
-    others = logits.copy()
-    others[rows, label] = -np.inf
-    best = others.max(axis=1, initial=-np.finfo(np.float32).max)
-    # Probabilities of forests have ties, and the labels of a support vector machine need not be its largest score.
-    logits[rows, label] = np.maximum(logits[rows, label], best + _LEAD * (1.0 + np.abs(best)))
-    return logits
-
-
-def _scores(estimator: Any, X: Any, classes: int) -> Float[Array, "B C"] | None:
-    """Decision function or log probabilities; None if the estimator has neither for every class."""
-    if hasattr(estimator, "decision_function"):
-        score = np.asarray(estimator.decision_function(X), dtype=np.float64)
-        if score.ndim == 1 and classes == 2:
-            return np.stack([-score / 2, score / 2], axis=1)
-        if score.shape[1:] == (classes,):
-            return score
-    if hasattr(estimator, "predict_proba"):
-        with np.errstate(divide="ignore"):
-            return np.log(np.asarray(estimator.predict_proba(X), dtype=np.float64)) - _ENERGY
-    return None
 
 
 def _output(source: Any, estimator: Any, X: Any) -> Any:

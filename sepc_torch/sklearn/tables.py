@@ -88,8 +88,10 @@ def _own_estimator(name: str) -> Any:
     if not (hasattr(found, "fit") and hasattr(found, "predict")):
         raise ValueError(f"{name!r} is a {type(found).__name__} without fit and predict; pass a classifier.")
     if hasattr(found, "get_params"):
-        from sklearn.base import clone
+        from sklearn.base import clone, is_regressor
 
+        if is_regressor(found):
+            raise ValueError(f"{name!r} is a regressor, which predicts numbers and no labels; pass a classifier.")
         found = clone(found)
     return found
 

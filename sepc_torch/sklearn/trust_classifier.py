@@ -16,6 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _num_samples, check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 from sepc_torch.data.options import check_choice, check_count
+from sepc_torch.data.table_classifier import estimator_labels
 from sepc_torch.data.text import printable
 from sepc_torch.head.calibration.label_calibration import Acceptance
 from sepc_torch.head.explanation import DecisionExplanation
@@ -28,7 +29,7 @@ from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.metrics.selective import coverage_at_risk
 from sepc_torch.shapes import Array, Bool, Float, Int
 from sepc_torch.sklearn.calibration import ClassifierTraining, Wish, keep_promise
-from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning, estimator_labels
+from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning
 
 # The label's probability is larger than all others by this share: the estimator's label is the only largest one.
 _LEAD = 1e-9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,7 +88,7 @@ class ScoreAcceptance:
     cost: float | None
     promise: Promise
     groups: tuple[GroupPromise, ...]
-    curves: tuple[ScoreCurve, ...]
+    curves: tuple[ScoreCurve, ...] = field(repr=False)
 
     def __call__(self, score: Any, by: Any = None) -> Bool[Array, "B"]:
         """Return which of the new predictions to accept; never a score that is NaN or a group that was not given.
