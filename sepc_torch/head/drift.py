@@ -389,7 +389,7 @@ def poisson_interval(risk: float, bound: float) -> tuple[float, float]:
 class DriftMonitor:
     """Watches whether a stream still looks like the calibration points of a head.
 
-    A monitor is not safe for several threads: give every worker its own, with its own seed, and merge them.
+    Threads can share a monitor. Give every process its own, with its own seed, and merge them.
 
     Args:
         head: A calibrated head, with its threshold set; its calibration rows must not have come in units.
