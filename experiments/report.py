@@ -210,7 +210,8 @@ PAGES: dict[str, dict[str, Section]] = {
         "overview": Section(overview, ("trust_panel", "later_scores", "networks", "bench_head"), dated=False)
     },
     "docs/measurements.md": {
-        "power": Section(promises.POWER, ("power",)),
+        "power": Section(promises.power, ("power",)),
+        "power_rows": Section(promises.power_rows, ("power",), dated=False),
         "group_promises": Section(promises.GROUP_PROMISES, ("group_promises",)),
         "unit_promises": Section(promises.UNIT_PROMISES, ("unit_promises",)),
         "target": Section(promises.target, ("target",)),

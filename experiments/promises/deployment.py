@@ -4,11 +4,16 @@ Simulated deployments: ordinary rows (drawn from the test rows), then rows of an
 The kinds are changed pictures where they are stored (blur, noise, dark) and otherwise noise on embeddings, a class that
 grows to eight rows in ten, and rows of unknown classes among three in ten. Labels of the rows that the guard asks for
 arrive some batches later. The guard refuses while its promise is suspended, and it is recalibrated as soon as its
-labels are enough. With *even* sampling the same tests get labels of rows that are chosen evenly from all rows. A head
-without a guard goes on accepting. The martingales of crepes get the scores that the guard's drift monitor gets.
+labels are enough. With *even* sampling the same tests get labels of rows that are chosen evenly from all rows.
+
+Beside the guard: a head without one goes on accepting; the martingales of crepes get the scores that the guard's drift
+monitor gets; and MAPIE's ``RiskMonitoring`` gets as many labels of accepted rows as the guard, chosen evenly and as
+late, and alarms when it shows at the level of the guard's risk monitor that the promised risk is broken (without MAPIE
+it is left out).
 
 A promise is *missed* if, at the end of the changed rows, the guard says that it holds and the risk at its threshold,
-computed from all rows of the kind, is above the promised one.
+computed from all rows of the kind, is above the promised one. A deployment goes through its ordinary rows once, and
+from there through every change.
 
 False alarms: streams without a change, each with a calibration of its own, of normal embeddings.
 
@@ -18,9 +23,12 @@ False alarms: streams without a change, each with a calibration of its own, of n
 from __future__ import annotations
 
 import argparse
+import copy
 import math
+import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -33,6 +41,7 @@ from experiments.panel.cases import (
     Case,
     Rows,
     clinc_case,
+    fashion_case,
     paper_tables,
     resnet_case,
     table_case,
@@ -40,14 +49,17 @@ from experiments.panel.cases import (
 from experiments.promises.drift import ALPHA, crepes_alarms
 from sepc_torch import DriftMonitor, Guard, HeadPrediction, RiskMonitor, TrustHead
 from sepc_torch.head import guard as guard_module
+from sepc_torch.head.guard import GuardedPrediction
 from sepc_torch.shapes import Array
 
-BATCH, ORDINARY, CHANGED, BACK = 100, 10, 30, 10
+BATCH, ORDINARY, CHANGED, BACK = 100, 50, 30, 20
 # Batches until labels arrive, and rows asked for in a batch, while the promise holds and while it is suspended.
 DELAY, WATCHING, RESTORING = 3, 5, 25
 # Shares of the rows of the class that grows, and of unknown rows.
 GROWN, UNKNOWN = 0.8, 0.3
 METHODS = ("guard", "even")
+# Streams for the martingales of crepes and for MAPIE, and the level of the risk monitors.
+STREAMS, RISK_ALPHA = 10, 0.05
 
 
 class Pool(NamedTuple):
@@ -77,6 +89,7 @@ class Run(NamedTuple):
     wrong_before: int
     labels: float
     accepted: float
+    back: float
     early: bool
 
 
@@ -85,7 +98,7 @@ def cases(seed: int, smoke: bool) -> Iterator[tuple[Case, float]]:
     if smoke:
         yield table_case("digits", paper_tables()["digits"], seed, epochs=5), 0.05
         return
-    found = [resnet_case(10), resnet_case(100), clinc_case()]
+    found = [resnet_case(10), resnet_case(100), fashion_case(), clinc_case()]
     found += [table_case(name, data, seed) for name, data in paper_tables().items() if name in ("digits", "adult")]
     for case in found:
         if case is not None:
@@ -125,79 +138,101 @@ def kept(guard: Guard, rows: Pool) -> Array:
     return (rows.out.joint.double() >= guard.threshold).numpy()
 
 
-def deploy(head: TrustHead, test: Pool, changed: Pool, seed: int, even: bool) -> Run:
-    """Run one deployment."""
-    rng = np.random.default_rng(seed)
-    guard = Guard(head, DriftMonitor(head, ALPHA, seed), RiskMonitor(head, seed=seed), on_alarm="refuse", seed=seed)
-    assert guard.risk is not None
-    labels: list[dict[int, int]] = [{} for _ in range(DELAY)]
-    truth: dict[int, int] = {}
-    first, last = ORDINARY * BATCH, (ORDINARY + CHANGED) * BATCH
-    alarm, before, wrong, missed, asked, restored, accepted, early = math.inf, 0, 0, False, 0, math.inf, 0, False
-    plan = [test] * ORDINARY + [changed] * CHANGED + [test] * BACK
+class Stream:
+    """A guard, the rows that come to it, and labels on their way."""
 
-    def everywhere(trial: Any) -> tuple[int, int | None, float]:
-        return len(trial.state["threshold"]) - 1, None, math.nan
+    def __init__(self, guard: Guard, seed: int) -> None:
+        self.guard, self.rng = guard, np.random.default_rng(seed)
+        self.labels: list[dict[int, int]] = [{} for _ in range(DELAY)]
+        self.truth: dict[int, int] = {}
 
-    for number, rows in enumerate(plan):
-        out, y = rows.draw(BATCH, rng)
-        found = guard.watch(out, with_logits=head.takes_logits)
-        inside = first <= number * BATCH < last
-        if inside and math.isinf(alarm):
-            before += int(found.out.accept.sum())
-            wrong += int((found.out.accept.numpy() & (out.network_label.numpy() != y)).sum())
-            if found.state != "holds":
-                alarm = (number + 1) * BATCH - first
-        early |= number < ORDINARY and found.state != "holds"
-        if inside:
-            accepted += int(found.out.accept.sum()) if number * BATCH >= last - 1000 else 0
+    def fork(self, guard: Guard) -> Stream:
+        """Another stream that goes on from here, with a guard in the same state."""
+        other = copy.copy(self)
+        other.guard, other.rng = guard, copy.deepcopy(self.rng)
+        other.labels, other.truth = list(self.labels), dict(self.truth)
+        return other
+
+    def batch(self, rows: Pool, even: bool) -> tuple[GuardedPrediction, Array, dict[int, int]]:
+        """Judge a batch, ask for labels and take those that arrive; return the answer, the truth and the labels."""
+        guard = self.guard
+        out, y = rows.draw(BATCH, self.rng)
+        found = guard.watch(out, with_logits=guard.head.takes_logits)
         if guard.state == "holds":
             chosen = guard.ask(WATCHING)
         elif even:
-            with patch.object(guard_module._Trial, "forecast", everywhere):
+            with patch.object(guard_module._Trial, "forecast", _everywhere):
                 chosen = guard.ask(RESTORING)
         else:
             chosen = guard.ask(RESTORING)
-        names, of_id = chosen.tolist(), dict(zip(found.ids.tolist(), y.tolist(), strict=True))
-        truth |= of_id
-        labels.append({name: truth[name] for name in names})
-        held, arrived = guard.state == "holds", labels.pop(0)
+        self.truth |= dict(zip(found.ids.tolist(), y.tolist(), strict=True))
+        self.labels.append({name: self.truth[name] for name in chosen.tolist()})
+        arrived = self.labels.pop(0)
         if arrived:
             guard.update(arrived)
-        if not held and inside:
+        return found, y, arrived
+
+
+def _everywhere(trial: Any) -> tuple[int, int | None, float]:
+    return len(trial.state["threshold"]) - 1, None, math.nan
+
+
+def deployments(head: TrustHead, test: Pool, changes: dict[str, Pool], seed: int) -> dict[tuple[str, str], Run]:
+    """Ordinary rows, and from there one deployment for every change and every way to choose rows."""
+    torch.set_num_threads(1)
+    guard = Guard(head, DriftMonitor(head, ALPHA, seed), RiskMonitor(head, seed=seed), on_alarm="refuse", seed=seed)
+    stream, early = Stream(guard, seed), False
+    for _ in range(ORDINARY):
+        early |= stream.batch(test, even=False)[0].state != "holds"
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "guard.safetensors"
+        guard.save(path)
+        for kind, changed in changes.items():
+            for method in METHODS:
+                fork = stream.fork(Guard.load(path, head, on_alarm="refuse"))
+                found[kind, method] = deploy(fork, test, changed, method == "even")._replace(early=early)
+    return found
+
+
+def deploy(stream: Stream, test: Pool, changed: Pool, even: bool) -> Run:
+    """The changed rows of a deployment, and the ordinary ones that come back."""
+    guard = stream.guard
+    alarm, before, wrong, asked, restored, accepted = math.inf, 0, 0, 0, math.inf, 0
+    for number in range(CHANGED):
+        found, y, arrived = stream.batch(changed, even)
+        accept, right = found.out.accept.numpy(), found.out.network_label.numpy() == y
+        if math.isinf(alarm):
+            before, wrong = before + int(accept.sum()), wrong + int((accept & ~right).sum())
+            alarm = (number + 1) * BATCH if found.state != "holds" else alarm
+        accepted += int(accept.sum()) if number >= CHANGED - 10 else 0
+        if found.state != "holds":
             asked += len(arrived)
             if guard.state != "holds":
                 guard.recalibrate()
             if guard.state == "holds":
                 restored = min(restored, asked)
-        if (number + 1) * BATCH == last:
-            missed = guard.state == "holds" and changed.risk(kept(guard, changed)) > guard.risk.risk
-    return Run(missed, alarm, before, wrong, restored, accepted / 1000, early)
+    assert guard.risk is not None
+    missed = guard.state == "holds" and changed.risk(kept(guard, changed)) > guard.risk.risk
+    back = 0
+    for number in range(BACK):
+        found, _, _ = stream.batch(test, even)
+        if guard.state != "holds":
+            guard.recalibrate()
+        back += int(found.out.accept.sum()) if number >= BACK - 10 else 0
+    return Run(missed, alarm, before, wrong, restored, accepted / (10 * BATCH), back / (10 * BATCH), False)
 
 
-def summary(
-    name: str, kind: str, head: TrustHead, test: Pool, changed: Pool, runs: int, seed: int, parallel: Parallel
-) -> dict[str, Any]:
-    """One row of the table."""
-    assert head.promise is not None
-    plain = changed.out.accept.numpy()
-    found: dict[str, Any] = {"network": name, "change": kind, "risk": head.promise.risk}
-    found |= {"true_risk": changed.risk(plain), "plain_accepted": float(changed.share[plain].sum())}
-    for method in METHODS:
-        ends = parallel(delayed(deploy)(head, test, changed, seed + i, method == "even") for i in range(runs))
-        restored = np.array([end.labels for end in ends])
-        known = restored[np.isfinite(restored)]
-        found[method] = {
-            "missed": float(np.mean([end.missed for end in ends])),
-            "early": float(np.mean([end.early for end in ends])),
-            "delay": _median(end.delay for end in ends),
-            "accepted_before": float(np.mean([end.accepted_before for end in ends])),
-            "wrong_before": float(np.mean([end.wrong_before for end in ends])),
-            "restored": len(known) / runs,
-            "labels": _median(restored),
-            "accepted": float(np.mean([end.accepted for end in ends])),
-        }
-    return found
+def summary(ends: list[Run]) -> dict[str, Any]:
+    """Means and medians over the deployments of one change."""
+    restored = np.array([end.labels for end in ends])
+    means = ("missed", "early", "accepted_before", "wrong_before", "accepted", "back")
+    return {
+        **{name: float(np.mean([getattr(end, name) for end in ends])) for name in means},
+        "delay": _median(end.delay for end in ends),
+        "restored": float(np.isfinite(restored).mean()),
+        "labels": _median(restored),
+    }
 
 
 def _median(values: Any) -> float | None:
@@ -205,18 +240,52 @@ def _median(values: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def martingales(head: TrustHead, test: Pool, changed: Pool, runs: int, seed: int) -> dict[str, float | None]:
-    """Median number of changed rows until the martingales of crepes alarm."""
+def martingales(head: TrustHead, test: Pool, changed: Pool, seed: int) -> dict[str, float]:
+    """Number of changed rows until the martingales of crepes alarm, in one stream."""
     assert head.calibration is not None
     reference = head.calibration.network.ranked_nonconformity.double().numpy()
-    found: dict[str, list[float]] = {}
-    for i in range(runs):
-        rng = np.random.default_rng(seed + i)
-        parts = [test.draw(ORDINARY * BATCH, rng)[0], changed.draw(CHANGED * BATCH, rng)[0]]
-        score = np.concatenate([part.nonconformity.double().numpy() for part in parts])
-        for name, at in crepes_alarms(rng.permutation(reference), score, i).items():
-            found.setdefault(name, []).append(at - ORDINARY * BATCH if at >= ORDINARY * BATCH else math.inf)
-    return {name: _median(delays) for name, delays in found.items()}
+    rng = np.random.default_rng(seed)
+    parts = [test.draw(ORDINARY * BATCH, rng)[0], changed.draw(CHANGED * BATCH, rng)[0]]
+    score = np.concatenate([part.nonconformity.double().numpy() for part in parts])
+    first = ORDINARY * BATCH
+    alarms = crepes_alarms(rng.permutation(reference), score, seed)
+    return {name: at - first if at >= first else math.inf for name, at in alarms.items()}
+
+
+def risk_monitoring(test: Pool, changed: Pool, risk: float, seed: int) -> float | None:
+    """Number of changed rows until MAPIE's monitor of the risk alarms, in one stream; None without MAPIE."""
+    try:
+        from mapie.exchangeability_testing import RiskMonitoring
+    except ImportError:
+        return None
+    rng, right = np.random.default_rng(seed), []
+    for rows in [test] * ORDINARY + [changed] * CHANGED:
+        out, y = rows.draw(BATCH, rng)
+        chosen = np.flatnonzero(out.accept.numpy())[:WATCHING]  # the rows of a batch are in random order
+        right.append(out.network_label.numpy()[chosen] == y[chosen])
+    # Half of its level is for a reference, which a given threshold does not need.
+    monitor = RiskMonitoring("precision", test_level=2 * RISK_ALPHA, threshold=risk, warn=False)
+    values = np.concatenate(right).astype(int)
+    monitor.update(values, np.ones_like(values))
+    alarmed = np.flatnonzero(monitor.online_risk_lower_bound_sequence_history > risk)
+    if not len(alarmed):
+        return math.inf
+    number = int(np.searchsorted(np.cumsum([len(part) for part in right]), alarmed[0], side="right"))
+    late = number + 1 + DELAY - ORDINARY  # batches of changed rows
+    return float(late * BATCH) if DELAY < late <= CHANGED else math.inf
+
+
+def peers(head: TrustHead, test: Pool, changed: Pool, streams: int, seed: int, parallel: Parallel) -> dict[str, Any]:
+    """Median number of changed rows until other monitors alarm, and how often MAPIE's does not."""
+    assert head.promise is not None
+    assert head.promise.risk is not None
+    seeds = range(seed, seed + streams)
+    crepes = parallel(delayed(martingales)(head, test, changed, i) for i in seeds)
+    mapie = parallel(delayed(risk_monitoring)(test, changed, head.promise.risk, i) for i in seeds)
+    found: dict[str, Any] = {"crepes": {name: _median(stream[name] for stream in crepes) for name in crepes[0]}}
+    if mapie[0] is not None:
+        found["mapie"] = {"delay": _median(mapie), "silent": float(np.isinf(mapie).mean())}
+    return found
 
 
 def false_alarms(streams: int, length: int, seed: int, parallel: Parallel) -> dict[str, Any]:
@@ -258,21 +327,29 @@ def main(options: argparse.Namespace) -> None:
         head.calibrate(*case.calibration)
         if not head.accept_at(risk=risk).found:
             continue
-        test, runs = pool(head, case.test), 1 if options.smoke else options.runs
-        for kind, changed in pools(case, head, rng).items():
-            row = summary(case.name, kind, head, test, changed, runs, options.seed, parallel)
-            rows.append(row | {"crepes": martingales(head, test, changed, min(runs, 5), options.seed)})
+        assert head.promise is not None
+        test, changes = pool(head, case.test), pools(case, head, rng)
+        runs, streams = (1, 1) if options.smoke else (options.runs, min(options.runs, STREAMS))
+        ends = parallel(delayed(deployments)(head, test, changes, options.seed + i) for i in range(runs))
+        for kind, changed in changes.items():
+            plain = changed.out.accept.numpy()
+            row: dict[str, Any] = {"network": case.name, "change": kind, "risk": head.promise.risk}
+            row |= {"true_risk": changed.risk(plain), "plain_accepted": float(changed.share[plain].sum())}
+            row |= {"ordinary_accepted": float(test.out.accept.double().mean())}
+            row |= {method: summary([end[kind, method] for end in ends]) for method in METHODS}
+            rows.append(row | peers(head, test, changed, streams, options.seed, parallel))
             print(rows[-1], flush=True)
     false = false_alarms(3 if options.smoke else options.streams, 1000, options.seed, parallel)
     print(false)
     if not options.smoke:
-        about = {"runs": options.runs, "batch": BATCH, "ordinary": ORDINARY, "changed": CHANGED, "delay": DELAY}
-        about |= {"watching": WATCHING, "restoring": RESTORING, "alpha": ALPHA, "false_alarms": false}
-        write_results("deployment", options, ("torch", "crepes"), about | {"rows": rows})
+        about = {"runs": options.runs, "batch": BATCH, "ordinary": ORDINARY, "changed": CHANGED, "back": BACK}
+        about |= {"watching": WATCHING, "restoring": RESTORING, "delay": DELAY, "streams": min(options.runs, STREAMS)}
+        about |= {"alpha": ALPHA, "risk_alpha": RISK_ALPHA, "false_alarms": false}
+        write_results("deployment", options, ("torch", "crepes", "mapie"), about | {"rows": rows})
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__, jobs=True)
-    parser.add_argument("--runs", type=int, default=20, help="deployments of every change")
+    parser.add_argument("--runs", type=int, default=40, help="deployments of every change")
     parser.add_argument("--streams", type=int, default=1000, help="streams without a change")
     main(parser.parse_args())
