@@ -37,6 +37,12 @@ def succeed(*arguments: object) -> str:
     return result.stdout
 
 
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an NPZ file, which is closed."""
+    with np.load(path) as file:
+        return dict(file)
+
+
 def fail(*arguments: object) -> str:
     """Run a command that must fail; return its one-line error message."""
     result = run(*arguments)
@@ -366,7 +372,7 @@ class TestNetwork:
         succeed("score", network / "model", network / "new.npz", "-o", tmp_path / "s.csv")
         scored = pd.read_csv(tmp_path / "s.csv")
         assert list(scored.columns) == ["row", *SCORES, "head_label", "true_label"]
-        data = np.load(network / "new.npz")
+        data = arrays_of(network / "new.npz")
         head = TrustHead.load(network / "model.safetensors")
         out = head.judge(data["embeddings"], data["logits"])
         assert scored["label"].tolist() == [head.classes[code] for code in data["logits"].argmax(axis=1)]
@@ -378,7 +384,7 @@ class TestNetwork:
         """The column has the classes of every set; a coverage that is no share is refused."""
         files = ["score", network / "model", network / "new.npz"]
         succeed(*files, "--sets", 0.8, "-o", tmp_path / "s.csv")
-        data = np.load(network / "new.npz")
+        data = arrays_of(network / "new.npz")
         expected = TrustHead.load(network / "model.safetensors").sets(data["embeddings"], data["logits"], coverage=0.8)
         written = pd.read_csv(tmp_path / "s.csv", keep_default_na=False)["set"].tolist()
         assert written == ["|".join(names) for names in expected.names]
@@ -396,7 +402,7 @@ class TestNetwork:
         np.testing.assert_allclose(scored["joint"], expected["joint"], rtol=1e-3)
 
     def test_an_array_is_matched_by_position(self, network: Path, tmp_path: Path) -> None:
-        np.save(tmp_path / "d.npy", np.load(network / "new.npz")["embeddings"])
+        np.save(tmp_path / "d.npy", arrays_of(network / "new.npz")["embeddings"])
         result = run("score", network / "model", tmp_path / "d.npy", "-o", tmp_path / "s.csv")
         assert "without --logits it judges its own labels" in result.stderr
         assert len(pd.read_csv(tmp_path / "s.csv")) == 80
@@ -406,7 +412,7 @@ class TestNetwork:
 
     def test_explanation(self, network: Path) -> None:
         printed = succeed("explain", network / "model", network / "new.npz", "--row", 2, "--row", 0)
-        data, head = np.load(network / "new.npz"), TrustHead.load(network / "model.safetensors")
+        data, head = arrays_of(network / "new.npz"), TrustHead.load(network / "model.safetensors")
         expected = head.explain(data["embeddings"], logits=data["logits"])
         assert printed == f"row 2: {expected[2]}\n\nrow 0: {expected[0]}\n"  # type: ignore[index]
 
