@@ -558,7 +558,7 @@ def test_p_norm_by_the_formula_and_its_choice(rng: Rng) -> None:
     assert float(MaxLogitPNorm(3).score(torch.zeros(1, 5))) == 0.0
     close(MaxLogitPNorm(None).score(logits), max_softmax(logits))
     # Logits whose length says nothing about mistakes: a norm repairs what softmax loses.
-    lengths = torch.from_numpy(rng.exponential(size=(400, 1)) + 0.05)
+    lengths = torch.from_numpy(10.0 ** rng.uniform(-2.0, 2.0, (400, 1)))
     repaired = MaxLogitPNorm.fit(lengths * logits, labels)
     assert repaired.p is not None
     assert aurc(repaired.score(lengths * logits), right) < aurc(max_softmax(lengths * logits), right)
