@@ -59,7 +59,7 @@ class Neighbours(Derived):
     codes: Tensor
     searched: Tensor
     kept: Tensor | None
-    distinct: Tensor | None
+    distinct: Tensor
     half_squares: Tensor
     slots: Tensor
     columns: Tensor
@@ -111,8 +111,8 @@ class Neighbours(Derived):
         """Compute values derived from the points; ``ends`` is a Python list, so that inference does not synchronise.
 
         ``searched`` holds the points with the digits of the search. Of those of a class that are equal only the first
-        is searched: ``kept`` holds their indices, ``distinct`` their digits; both are None if all differ. Nothing is
-        computed if no dtype and device changed.
+        is searched: ``distinct`` holds their digits, ``kept`` their indices, or None if all differ. Nothing is computed
+        if no dtype and device changed.
         """
         if self._places and self._places == self._dtypes_and_devices():
             return
@@ -124,7 +124,7 @@ class Neighbours(Derived):
         kept, self.distinct_ends = distinct_points(searched, self.ends)
         repeated = len(kept) < len(searched)
         self.register_buffer("kept", kept if repeated else None, persistent=False)
-        self.register_buffer("distinct", searched[kept] if repeated else None, persistent=False)
+        self.register_buffer("distinct", searched[kept] if repeated else searched, persistent=False)
         squares = searched[kept].double().square().sum(dim=1) / 2
         self.register_buffer("half_squares", squares if self.far_apart else squares.to(searched), persistent=False)
         groups = group_classes(self.distinct_ends)
@@ -185,8 +185,7 @@ class Neighbours(Derived):
         offset = torch_ops.relative(z, as_dtype(self.origin, z.dtype))
         if self.in_half:
             offset = as_dtype(as_half(offset), self.half_squares.dtype)
-        points = self.searched if self.distinct is None else self.distinct
-        points, half_squares = as_dtype(points, offset.dtype), self.half_squares
+        points, half_squares = as_dtype(self.distinct, offset.dtype), self.half_squares
         if half_squares.dtype != offset.dtype:
             half_squares = points.square().sum(dim=1) / 2
         layout = self.distinct_ends, self.slots, self.columns, self.shapes
