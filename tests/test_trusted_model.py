@@ -727,10 +727,10 @@ from test_trusted_model import blobs, fitted
 from sepc_torch import export, to_onnx
 rng = np.random.default_rng({seed})
 trusted = fitted(rng)
-x, _ = blobs(rng, 10_000, spread=2.0)
+x, _ = blobs(rng, 10_000, spread=4.0)
 with torch.no_grad():
     expected = trusted(x)
-    assert 0.1 < expected.accept.double().mean() < 0.99
+    assert expected.accept.any() and not expected.accept.all()
     compiled = torch.compile(trusted, fullgraph=True, backend="aot_eager")(x)
     graphs = []  # a compiled network keeps its backend; this one generates no code, so that logits are equal
     backend = lambda graph, inputs: graphs.append(graph) or graph.forward
