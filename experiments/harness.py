@@ -106,7 +106,7 @@ def write_results(
     new = stamp(running(), SOURCES)
     if "parts" in results:
         new = {"parts": stamp_parts(results["parts"], load(name), new, measured)}
-    (RESULTS / f"{name}.json").write_text(json.dumps({"measured": new} | results, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({"measured": new} | _seven_digits(results), indent=0) + "\n")
     print(f"written: {name}.json", flush=True)
 
 
@@ -143,3 +143,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise TypeError(f"{value!r} does not go into JSON")
+
+
+def _seven_digits(value: Any) -> Any:
+    """The numbers of a result with seven significant digits, which is more than any page prints."""
+    if isinstance(value, dict):
+        return {key: _seven_digits(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_seven_digits(part) for part in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
