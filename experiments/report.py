@@ -154,11 +154,11 @@ def overview(results: Row, later: Row, held: Row, head: Row) -> str:
     """The answers on networks that nobody tuned on, and on tables; then the speed of a head."""
     largest = head["parts"]["gpu"]["rows"][-1]
     names = panel.set_names(results, networks=False)
-    count = len({row["set"] for row in held["rows"]})
+    count = len(held["parts"])
     return "\n\n".join(
         [
             f"{count} [networks that nobody tuned on](docs/panel.md#networks-that-nobody-tuned-on):",
-            _answers(panel.answers(held, networks=False)),
+            _answers(panel.answers(panel.of_parts(held), networks=False)),
             f"Tables ({', '.join(names)}), looked at during the [design](docs/panel.md#networks-and-tables-apart):",
             _answers(panel.answers(panel.with_later(results, later), networks=False)),
             "Means; the best other score has the best mean, and a larger AUROC is better. A GPU judges "

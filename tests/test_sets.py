@@ -131,7 +131,7 @@ def test_far_points_have_empty_sets(rng: Rng) -> None:
 
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_probabilities_agree_with_confidence(rng: Rng, with_logits: bool) -> None:
-    """Rows sum to one, and the probability of the label is its confidence, bit by bit."""
+    """Rows sum to one, and the probability of the label is its confidence, bit for bit."""
     head = calibrated(rng)
     x, _, scores = draw(rng, 300)
     logits = scores if with_logits else None

@@ -140,7 +140,7 @@ def test_one_class_changes(apart: TrustHead, data: dict[float, tuple[np.ndarray,
 
 
 def test_points_outside_mark_their_class(apart: TrustHead, rng: Rng) -> None:
-    """Only the marked class is solved, and it is equal to a full fit bit by bit."""
+    """Only the marked class is solved, and it is equal to a full fit bit for bit."""
     along = apart.projection.matrix[0].numpy()  # a direction that the projection keeps
     apart.update([APART * np.eye(FEATURES)[1] + rng.choice([-60.0, 60.0]) * along / np.linalg.norm(along)], ["bee"])
     assert apart.training_set is not None
@@ -217,7 +217,7 @@ def test_update_and_refit_equal_a_full_fit(
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", [APART, MIXED])
 def test_forget_undoes_an_update(fitted: dict[float, TrustHead], rng: Rng, spread: float) -> None:
-    """Counts, densities and reference points come back bit by bit; marks stay."""
+    """Counts, densities and reference points come back bit for bit; marks stay."""
     head = copy.deepcopy(fitted[spread])
     z, y = draw(rng, 30, spread)
     names, points = [1000 + i for i in range(30)], draw(rng, 40, spread)
@@ -319,7 +319,7 @@ def test_the_calibration_ages(rng: Rng) -> None:
 
 @pytest.mark.slow
 def test_saved_heads_can_be_updated(mixed: TrustHead, rng: Rng, tmp_path: Path) -> None:
-    """A loaded head continues where the saved one stood, bit by bit."""
+    """A loaded head continues where the saved one stood, bit for bit."""
     first, second = draw(rng, 20, MIXED), draw(rng, 20, MIXED)
     mixed.update(*first)
     mixed.save(tmp_path / "head")

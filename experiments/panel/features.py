@@ -3,15 +3,16 @@
 Networks of other people, for which no choice of the head was made: two ResNets for CIFAR-10 (akamaster's ResNet-20 and
 ResNet-56), two LeNets for MNIST (OpenOOD's), frozen ImageNet backbones with linear probes (EfficientNet-Lite0 and
 Lite2, torchvision's MobileNetV2) and a linear probe on mean token vectors (WordLlama) of CLINC150. ``networks.py``
-measures the head on the files.
+measures the head on the files. Sounds become pictures of their spectrograms, for a backbone with a linear probe.
 
     python -m experiments.panel.features --pictures DIR --weights DIR --out DIR [--only NAME,...]
 
 ``--pictures`` has a file of arrays for each set: pictures (N, side, side, 3) of bytes, in random order, as ``x_train``,
 ``y_train``, ``x_test``, ``y_test`` or as ``x``, ``y``; and the texts ``data_full.json`` of clinc/oos-eval. CIFAR-10
-must have its original split, which the published networks have learned. ``--weights`` has the published files under
-their own names. EfficientNet-Lite needs the package efficientnet-lite-pytorch, CLINC150 safetensors and tokenizers.
-A GPU is used if there is one; without one the backbones take about ten minutes each.
+must have its original split, which the published networks have learned. A set of sounds is a folder of WAV files whose
+names begin (Free Spoken Digit Dataset: ``spoken``) or end (ESC-50: ``environment``) with the class. ``--weights`` has
+the published files under their own names. EfficientNet-Lite needs the package efficientnet-lite-pytorch, CLINC150
+safetensors and tokenizers. A GPU is used if there is one; without one the backbones take about ten minutes each.
 
 Rows are chosen without chance: the first of every class in turn, in the order of the file. The classes that are left
 out are drawn with a fixed seed. ImageNet weights have seen the classes of Tiny ImageNet, and pictures of many others.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import tempfile
 import time
@@ -36,6 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.io import wavfile
+from scipy.signal import resample_poly, stft
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,6 +56,10 @@ LITE = ((127 / 255,) * 3, (128 / 255,) * 3)
 HALF = ((0.5,) * 3, (0.5,) * 3)
 # Weights of red, green and blue in a grey picture (ITU-R 601, as in Pillow).
 GREY = (0.299, 0.587, 0.114)
+# Sets of sounds: the class in the name of a file. Rate in Hz (telephone speech), samples of a window, mel bands and the
+# range of loudness in dB, all as is usual for short sounds.
+SOUNDS = {"spoken": r"(\d+)_", "environment": r".*-(\d+)$"}
+RATE, WINDOW, BANDS, RANGE = 8000, 256, 64, 80.0
 # Rows of the parts of a network with few features, and of one with 1280 features; of each kind of unknowns.
 SMALL, LARGE = (5000, 2000, 3000, 600), (3000, 1200, 2000, 400)
 # Levels of a stored root: 8 bits, or fewer where 1280 features would take more than 5 MB; the
@@ -255,6 +263,10 @@ NETWORKS = {
     "scenes_mobilenet": replace(
         _mobile("scenes", ("textures", "cifar100"), 64), left_out=2, rows=(2000, 1200, 2000, 300)
     ),
+    "spoken_mobilenet": replace(_mobile("spoken", ("environment",), BANDS), left_out=2, rows=(1200, 500, 700, 300)),
+    "environment_mobilenet": replace(
+        _mobile("environment", ("spoken",), BANDS), left_out=10, rows=(800, 300, 500, 300)
+    ),
 }
 CLINC = "clinc150_wordllama"
 CLINC_ROWS = (6000, 3000, 3000, 1000)
@@ -448,11 +460,40 @@ def token_means(weights: Path) -> Callable[[list[str]], Array]:
     return embed
 
 
+def spectrogram(wave: Array, rate: int) -> Array:
+    r"""The spectrogram of a sound as a grey picture (BANDS, BANDS, 3) of bytes: mel bands over time, in dB.
+
+    Mel bands are triangles of equal width on the scale :math:`2595 \log_{10}(1 + f / 700)`.
+    """
+    wave = resample_poly(wave.astype(np.float64), RATE, rate)
+    wave = np.pad(wave, (0, max(0, WINDOW - len(wave))))
+    frequency, _, values = stft(wave, RATE, nperseg=WINDOW, noverlap=WINDOW * 3 // 4, nfft=4 * WINDOW, boundary=None)
+    mel = 2595 * np.log10(1 + frequency / 700)
+    centres = np.linspace(0, mel[-1], BANDS + 2)
+    filters = np.clip(1 - abs(mel - centres[1:-1, None]) / (centres[1] - centres[0]), 0, None)
+    power = filters @ np.abs(values) ** 2
+    loudness = 10 * np.log10(np.maximum(power, 1e-30) / max(power.max(), 1e-30))
+    grey = torch.from_numpy((1 + loudness / RANGE).clip(0, 1) * 255)[None, None]
+    grey = functional.interpolate(grey, (BANDS, BANDS), mode="bicubic", antialias=True, align_corners=False)
+    return grey.clamp(0, 255).round().byte()[0, 0, :, :, None].expand(-1, -1, 3).numpy()
+
+
+def of_sounds(folder: Path, name: str) -> dict[str, Array]:
+    """The arrays of a picture file: spectrograms of the WAV files of a folder, in random order."""
+    paths = sorted(folder.glob("*.wav"))
+    paths = [paths[i] for i in np.random.default_rng(0).permutation(len(paths))]
+    classes = [re.match(SOUNDS[name], path.stem) for path in paths]
+    x = np.stack([spectrogram(*wavfile.read(path)[::-1]) for path in paths])
+    return {"x": x, "y": np.array([int(found[1]) for found in classes if found])}
+
+
 def reader(folder: Path) -> Callable[[str], Mapping[str, Array]]:
-    """Reads picture files of a folder, each once."""
+    """Reads picture files and folders of sounds, each once."""
     found: dict[str, dict[str, Array]] = {}
 
     def read(file: str) -> Mapping[str, Array]:
+        if file not in found and file in SOUNDS and (folder / file).is_dir():
+            found[file] = of_sounds(folder / file, file)
         if file not in found:
             if not (folder / f"{file}.npz").is_file():
                 raise FileNotFoundError(f"{folder} has no {file}.npz; --pictures names the folder of the pictures.")
@@ -502,6 +543,13 @@ def smoke(seed: int) -> None:
             recipe = replace(recipe, left_out=left_out, rows=rows)
             about = of_pictures(recipe, read, recipe.make(), Path(folder) / f"{name}.npz", cpu)
             show(name, about, 0.0)
+        for i in range(40):  # tones of four heights
+            tone = 8000 * np.sin(np.arange(2000) * (i % 4 + 1) / 3) + rng.normal(0, 500, 2000)
+            (Path(folder) / "spoken").mkdir(exist_ok=True)
+            wavfile.write(Path(folder) / "spoken" / f"{i % 4}_{i}.wav", RATE, tone.astype(np.int16))
+        recipe = replace(_mobile("spoken", (), BANDS), make=lambda: CifarResNet(1, 4), rows=(16, 8, 6, 6), left_out=1)
+        about = of_pictures(recipe, reader(Path(folder)), recipe.make(), Path(folder) / "sounds.npz", cpu)
+        show("sounds", about, 0.0)
         data = {part: [(f"{word} {part}", word) for word in "abc" * 4] for part in ("train", "val", "test", "oos_test")}
         about = of_texts(data, lambda texts: rng.normal(size=(len(texts), 5)), Path(folder) / "texts.npz", cpu)
         show("texts", about, 0.0)

@@ -13,7 +13,7 @@ probability, which needs no rows to fit a score. A promise counts as broken if t
 of them chance alone breaks some.
 
     SEPC_DATA=... python -m experiments.panel.networks --jobs 2        # reads SEPC_DATA/networks/*.npz
-    python -m experiments.panel.networks --features DIR
+    python -m experiments.panel.networks --features DIR                # networks without a file there keep their result
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from joblib import Parallel, delayed
 from torch import Tensor
 
 from experiments.datasets import data_folder
-from experiments.harness import arguments, write_results
+from experiments.harness import arguments, load, write_results
 from experiments.panel.cases import Case, Rows, paper_tables, table_case
 from experiments.panel.features import PARTS, store
 from experiments.panel.openood import dequantised
@@ -213,8 +213,16 @@ def main() -> None:
         return
     for result in results:
         del result["differences"]
-    found = {"seeds": seeds, "resamples": RESAMPLES, "delta": DELTA, "share": SHARE, "peers": PEERS}
-    write_results("networks", options, ("torch", "scikit-learn"), found | {"rows": rows, "runs": results})
+    new = {
+        path.stem: {
+            "rows": [row for row in rows if row["set"] == path.stem],
+            "runs": [result for result in results if result["set"] == path.stem],
+        }
+        for path in paths
+    }
+    about = {"seeds": seeds, "resamples": RESAMPLES, "delta": DELTA, "share": SHARE, "peers": PEERS}
+    parts = load("networks").get("parts", {}) | new
+    write_results("networks", options, ("torch", "scikit-learn"), about | {"parts": parts}, list(new))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ HELD_OUT = {
     "textures_lite0": "textures, EfficientNet-Lite0",
     "scenes_mobilenet": "scenes, MobileNetV2",
     "clinc150_wordllama": "CLINC150, WordLlama",
+    "spoken_mobilenet": "spoken digits, MobileNetV2",
+    "environment_mobilenet": "environmental sounds, MobileNetV2",
 }
 
 
@@ -306,8 +308,14 @@ def difference(row: Row) -> str:
     return "{:+{form}} [{:+{form}}, {:+{form}}]".format(*row["change"], form=row["question"].form)
 
 
+def of_parts(results: Row) -> Row:
+    """A result with the rows and runs of its parts together."""
+    return results | {key: [row for part in results["parts"].values() for row in part[key]] for key in ("rows", "runs")}
+
+
 def held_out(results: Row) -> str:
     """Networks that nobody tuned on: a row for every question, a row for every network, and where the head loses."""
+    results = of_parts(results)
     rows = answers(results, networks=False)
     questions: list[Column] = [
         ("question", lambda q: f"{q['question'].title}: {q['question'].unit}"),

@@ -4,7 +4,7 @@ The certificate says of each class what was done, and how near its ellipsoids ar
 A full fit is a partition of all present points with the same projection and the same options. Its ellipsoids are known
 for two kinds of classes:
 
-- classes that were solved with the present points: they are equal bit by bit;
+- classes that were solved with the present points: they are equal bit for bit;
 - classes that one pure ellipsoid covers. It is the minimum-volume ellipsoid of its points, because its support points
   are there and no point of the class is outside. A full fit begins with this ellipsoid, finds it pure, and stops. Both
   are solved to a relative gap g, so in D dimensions their log-volumes differ by at most

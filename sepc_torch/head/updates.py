@@ -205,7 +205,7 @@ def _count_again(
         data.classes,
         _on_cpu(evidence.polar),
         _on_cpu(evidence.white),
-        # The origin stays, so that the reference points that are kept stay the same bit by bit.
+        # The origin stays, so that the reference points that are kept stay the same bit for bit.
         Neighbours(offsets, owners, evidence.reference_points.origin.cpu(), eleven_bits=True),
         kept.reference_rows,
         kept.variance,

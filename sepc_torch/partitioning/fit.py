@@ -150,7 +150,7 @@ def separate_classes(
 ) -> Separated:
     """Cover the points of some classes with ellipsoids.
 
-    A class that is solved alone gets the ellipsoids that it gets among all classes, bit by bit. Two classes are
+    A class that is solved alone gets the ellipsoids that it gets among all classes, bit for bit. Two classes are
     separated in one run, so both are solved if either is wanted.
 
     Args:

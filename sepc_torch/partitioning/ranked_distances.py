@@ -7,7 +7,7 @@ A squared distance is linear in products of features,
 so one matrix product approximates the squared distances of the points of a class from many ellipsoids, with a bounded
 rounding error. A point whose neighbours in the approximate order are farther away than the bound has the same rank in
 the exact order, so only the points of the wanted ranks need :func:`~sepc_torch.ellipsoid.column_norms`. Where
-neighbours are too near, they are measured too. The result is that of measuring all points, bit by bit.
+neighbours are too near, they are measured too. The result is that of measuring all points, bit for bit.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class LabelCalibration(Derived):
     """
 
     derived = ("_tables", "plain")
-    # Thresholds and scores of ranked points must stay those of the calibration, bit by bit.
+    # Thresholds and scores of ranked points must stay those of the calibration, bit for bit.
     conversion = staticmethod(device_only)
     ranked_joint: Tensor
     ranked_right: Tensor
