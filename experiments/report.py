@@ -136,7 +136,7 @@ def _answers(rows: list[Row]) -> str:
         ("ours", lambda row: panel.figure(row, "ours")),
         ("best other", lambda row: f"{panel.figure(row, 'theirs')} {row['title']}"),
         ("difference, 95 %", panel.difference),
-        ("rank", lambda row: f"{row['rank']} of {row['scores']}"),
+        ("rank", lambda row: f"{row['rank']}/{row['scores']}"),
     ]
     return table([row for row in rows if row["question"].kind != "calibration"], columns)
 
@@ -159,7 +159,7 @@ def overview(results: Row, later: Row, held: Row, head: Row) -> str:
         [
             f"{count} [networks that nobody tuned on](docs/panel.md#networks-that-nobody-tuned-on):",
             _answers(panel.answers(panel.of_parts(held), networks=False)),
-            f"Tables ({', '.join(names)}), looked at during the [design](docs/panel.md#networks-and-tables-apart):",
+            f"{len(names)} tables, looked at during the [design](docs/panel.md#networks-and-tables-apart):",
             _answers(panel.answers(panel.with_later(results, later), networks=False)),
             "Means; the best other score has the best mean, and a larger AUROC is better. A GPU judges "
             f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md)).",

@@ -241,6 +241,26 @@ def test_forged_calibrations_are_refused(
             TrustHead.load(path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "array", "described", "problem"),
+    [
+        ("partition", {"code": 0}, {}, "a class has no ellipsoid"),
+        ("partition", {}, {"classes": ["a", 1, 2]}, "of several types"),
+        ("drift_monitor", {"seen": 2**63 - 1}, {}, "expected at most"),
+    ],
+)
+def test_values_that_would_fail_in_use_are_refused(
+    written: dict[str, bytes], tmp_path: Path, kind: str, array: dict[str, int], described: dict[str, Any], problem: str
+) -> None:
+    path = tmp_path / kind
+    path.write_bytes(written[kind])
+    arrays, metadata = contents(path)
+    changed = {name: np.full_like(arrays[name], value) for name, value in array.items()}
+    forge(path, arrays | changed, metadata | described)
+    with pytest.raises(FileFormatError, match=problem):
+        KINDS[kind](path)
+
+
 @pytest.mark.parametrize("text", ["[]", "[" * 100_000, "3", "{", '{"kind": "sepc"}'])
 def test_metadata_of_another_shape(written: dict[str, bytes], tmp_path: Path, text: str) -> None:
     path = tmp_path / "model"

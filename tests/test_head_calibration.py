@@ -371,6 +371,7 @@ def test_calibrating_again_keeps_the_promise(rng: Rng, tmp_path: Path, request_:
         assert same(again(z, logits=scores), fresh(z, logits=scores))
 
 
+@pytest.mark.filterwarnings("ignore:The labels seem to be in another order")
 def test_a_promise_that_a_new_calibration_cannot_keep_accepts_nothing(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 400)

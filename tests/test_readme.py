@@ -54,8 +54,7 @@ def test_readme_shows_the_main_path() -> None:
 
 
 def test_readme_is_short() -> None:
-    words = [word for word in README.read_text().split() if set(word) - set("|-")]  # without the bars of tables
-    assert len(words) <= MOST_WORDS
+    assert len(README.read_text().split()) <= MOST_WORDS  # as wc -w counts
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from sepc_torch import ScoreAcceptance, accept_scores
 from sepc_torch.head.promises import scores
-from sepc_torch.head.promises.conformal import flag_threshold, risk_threshold
+from sepc_torch.head.promises.conformal import average_threshold, flag_threshold, risk_threshold
 from sepc_torch.head.promises.groups import promised_delta
 
 Rng = np.random.Generator
@@ -37,6 +37,20 @@ def test_the_search_is_that_of_heads(rng: Rng) -> None:
     assert rate.threshold == flag_threshold(torch.from_numpy(score), 0.1)
     assert math.isnan(rate.error)
     assert rate.curves == ()
+
+
+def test_a_risk_on_average_accepts_more(rng: Rng) -> None:
+    score, right = draw(rng, 1000)
+    rule = accept_scores(np.append(score, np.nan), np.append(right, False), risk=0.2, average=True)
+    assert rule.threshold == average_threshold(torch.from_numpy(score), torch.from_numpy(right), 0.2)
+    assert str(rule.promise) == "on average at most 20 % of the accepted labels are wrong"
+    assert (rule(score) >= accept_scores(score, right, risk=0.2)(score)).all()
+    with pytest.warns(UserWarning, match=r"no threshold keeps a risk of 0\.01 on average") as told:
+        assert not accept_scores(score[:20], right[:20], risk=0.01, average=True).found
+    assert told[0].filename == __file__
+    for other in ({"flag_rate": 0.1}, {"risk": 0.2, "units": np.arange(1000)}):
+        with pytest.raises(ValueError, match="over independent rows"):
+            accept_scores(score, right, average=True, **other)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be promised in")

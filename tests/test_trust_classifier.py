@@ -885,6 +885,8 @@ def test_decisions_are_explained(fitted: TrustClassifier) -> None:
     assert [item.accepted for item in found] == out.accept.tolist()
     assert [item.label for item in found] == fitted.classes_[out.network_label.numpy()].tolist()
     assert "new to the head" in found[3].sentence
+    assert "The classifier's label is" in found[3].sentence
+    assert all(item.source == "classifier" and "network" not in str(item) for item in found)
 
 
 @pytest.mark.slow

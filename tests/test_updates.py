@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -400,6 +402,32 @@ def test_regions_that_stay_keep_their_thresholds(mixed: TrustHead, rng: Rng, tmp
     DriftMonitor(mixed).update(z)
 
 
+@pytest.mark.filterwarnings("ignore:The calibration is stale")
+def test_a_change_in_the_middle_of_a_judgement_is_not_seen(
+    mixed: TrustHead, rng: Rng, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread solves ellipsoids again, and numbers their thresholds anew, after they were found."""
+    mixed.calibrate(*draw(rng, 400, MIXED))
+    assert mixed.calibration is not None
+    mixed.calibration.own.set_table("region_threshold", rng.random(len(mixed.sepc.bank)))
+    z = torch.from_numpy(draw(rng, 200, MIXED)[0])
+    before, judge, kept = mixed(z), SEPC.judge, mixed.training_set
+    assert kept is not None
+    changer = threading.Thread(target=lambda: mixed.forget(kept.ids[kept.ellipsoids[0].support].tolist()).refit())
+
+    def judge_and_wait(sepc: SEPC, *points: Any, **options: Any) -> Any:
+        found = judge(sepc, *points, **options)
+        changer.start()
+        changer.join()
+        return found
+
+    with monkeypatch.context() as slow:
+        slow.setattr(SEPC, "judge", judge_and_wait)
+        meanwhile = mixed(z)
+    assert all(torch.equal(one, other) for one, other in zip(before, meanwhile, strict=True))
+    assert not torch.equal(mixed(z).joint, before.joint)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("run", range(6))
@@ -453,6 +481,7 @@ def test_forged_training_points_are_refused(apart: TrustHead, tmp_path: Path, mo
     apart.save(tmp_path / "head")
     arrays, options = files.read(tmp_path / "head", "trust_head")
     options = {name: value for name, value in options.items() if name not in ("kind", "format")}
+    options["sepc"]["made"]["max_isolated"] = 2
     codes, training = arrays["training.codes"], options["training"]
     forgeries = [
         ({"training.codes": np.roll(codes, 1) * 0}, {}, "do not match their counts"),
@@ -461,6 +490,8 @@ def test_forged_training_points_are_refused(apart: TrustHead, tmp_path: Path, mo
         ({}, {"ids": None}, "do not name the training points"),
         ({}, {"kinds": ["round"] * 4}, "other kinds"),
         ({}, {"states": []}, "do not list 4 states"),
+        ({}, {"kinds": ["isolated"] * len(training["kinds"])}, "more than 2 isolated points"),
+        ({"sepc.codes": arrays["sepc.codes"] * 0}, {}, "a class has no ellipsoid"),
     ]
     for changed, described, message in forgeries:
         forged = {**arrays, **changed}, {**options, "training": {**training, **described}}

@@ -18,7 +18,6 @@ import math
 import shutil
 import sys
 import tempfile
-import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -41,6 +40,7 @@ from sepc_torch.data.labels import LONGEST_LABEL
 from sepc_torch.data.memory import check_memory
 from sepc_torch.data.progress import Bar
 from sepc_torch.data.text import escape_cell, to_json, unescape_cell
+from sepc_torch.data.warn import warn_user
 from sepc_torch.shapes import Array
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet", ".npy", ".npz")
@@ -263,10 +263,10 @@ def open_rows(path: Path, sep: str | None = None, encoding: str | None = None) -
         else:
             opened = ParquetFile(path) if suffix == ".parquet" else ArrayFile(path, suffix)
     if encoding is None and text and name != "utf-8-sig":
-        warnings.warn(f"{str(path)!r} is read as {name}; --encoding names another encoding", stacklevel=2)
+        warn_user(f"{str(path)!r} is read as {name}; --encoding names another encoding")
     if isinstance(opened, CsvFile) and opened.guessed is not None:
         told = f"the columns of {str(path)!r} are separated by {opened.guessed!r}; --sep names another character"
-        warnings.warn(told, stacklevel=2)
+        warn_user(told)
     return opened
 
 
@@ -441,10 +441,9 @@ class JsonLines(RowFile):
     def _warn_of_others(self, record: Mapping[str, Any]) -> None:
         others = sorted(record.keys() - self._known)
         if others:
-            warnings.warn(
+            warn_user(
                 f"{str(self.path)!r}: keys that the first {BLOCK} characters of the file lack are ignored: "
                 f"{named(others)}. Put a line with all keys first.",
-                stacklevel=2,
             )
             self._known |= set(others)
 

@@ -218,7 +218,7 @@ _POOL = {
     "block_checksums": Field("i", ("B",), low=0, optional=True),
 }
 _MONITOR = {
-    "seen": Field("i", ("workers",), low=0),
+    "seen": Field("i", ("workers",), low=0, high=2.0**62),  # more can be counted
     "scores": Field("i", ("workers", "bins"), low=0),
     "cells": Field("i", ("workers", "cells"), low=0),
     "accepted": Field("i", ("workers", "cells"), low=0),
@@ -326,6 +326,8 @@ def check(kind: str, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -
             _check_arrays(arrays, _PARTITION, sizes)
             _check_sum(arrays["support_size"], "support_size", sizes["U"])
             _check_ledger(arrays, "", sizes)
+            _require(len(np.unique(arrays["code"])) == sizes["C"], "a class has no ellipsoid")
+            _require(len(set(map(type, metadata["classes"]))) == 1, "its classes are of several types")
             for name, size in (("kinds", sizes["K"]), ("hyperplanes", sizes["H"])):
                 listed = metadata.get(name)
                 _require(isinstance(listed, list) and len(listed) == size, f"its metadata do not list {size} {name}")
@@ -608,6 +610,10 @@ def _check_training(arrays: Mapping[str, Array], metadata: Any, made: Mapping[st
         listed = metadata.get(name)
         _require(isinstance(listed, list) and len(listed) == size, f"its metadata do not list {size} {name}")
         _require(all(value in allowed for value in metadata[name]), f"its metadata hold other {name} than {allowed}")
+    # Counting the points again drops all balls if there are more than the limit.
+    most = made["max_isolated"]
+    _require(most is None or metadata["kinds"].count("isolated") <= most, f"it holds more than {most} isolated points")
+    _require(len(np.unique(arrays["sepc.codes"])) == sizes["C"], "a class has no ellipsoid")
     for name in ("most_reference_points", "variance"):
         value = metadata.get(name)
         plain = isinstance(value, (int, float)) and not isinstance(value, bool)

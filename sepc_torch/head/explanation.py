@@ -174,9 +174,10 @@ def explain_decisions(
     logits: Float[Tensor, "B C"] | None,
     out: HeadPrediction,
     groups: Int[Tensor, "B"] | None,
-    layers: Mapping[str, Float[Tensor, "B _"]] | None = None,
+    layers: Mapping[str, Float[Tensor, "B _"]] | None,
+    source: str,
 ) -> list[DecisionExplanation]:
-    """Explain the decisions of a head for a batch; without logits, of its own labels."""
+    """Explain the decisions of a head for a batch; without logits, of its own labels. ``source`` has the logits."""
     shares = _layer_shares(head, z, logits, out, layers)
     thresholds: list[float] | None = None
     if head.calibration is not None:
@@ -202,6 +203,7 @@ def explain_decisions(
             None if softmax is None else softmax[i],
             None if thresholds is None else thresholds[i],
             shares[i],
+            "head" if logits is None else source,
         )
         for i, (row, reason) in enumerate(zip(rows, reasons, strict=True))
     ]
@@ -216,6 +218,7 @@ def _explain(
     softmax: Float[Tensor, "C"] | None,
     threshold: float | None,
     layers: tuple[LayerShare, ...],
+    source: str,
 ) -> DecisionExplanation:
     """Explain the decision for one embedding; ``paper`` explains the head's own label, if there is one."""
     classes = head.sepc.classes
@@ -224,7 +227,6 @@ def _explain(
     rival = None if other is None else classes[other]
     probability = None if softmax is None or label < 0 else float(softmax[label])
     calibrated = threshold is not None
-    source = "head" if softmax is None else "network" if head.classifier is None else "classifier"
     return DecisionExplanation(
         accepted=row["accept"] if calibrated else None,
         reason=reason.text if calibrated or reason == Reason.NO_PREDICTION else "not calibrated",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from sepc_torch.data.options import check_choice, check_count, check_jobs
 from sepc_torch.data.progress import Choice
+from sepc_torch.data.warn import warn_user
 from sepc_torch.ellipsoid import DEFAULT_FLOOR
 from sepc_torch.head.evidence.evidence import fit_evidence, pieces_of
 from sepc_torch.head.evidence.layer_distance import fit_layers
@@ -161,4 +161,4 @@ def _check_resolution(moments: Moments) -> None:
     )
     if steps < 1.0:
         raise ValueError(problem)
-    warnings.warn(f"{problem} Scores are coarse otherwise.", stacklevel=4)  # the caller of TrustHead.fit
+    warn_user(f"{problem} Scores are coarse otherwise.")

@@ -48,7 +48,6 @@ import hashlib
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +58,7 @@ from torch import Tensor
 from sepc_torch.data import files
 from sepc_torch.data.labels import label_array, label_codes
 from sepc_torch.data.options import check_count
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.drift import AccuracyEstimate, DriftMonitor, DriftReport, uniforms
 from sepc_torch.head.prediction import HeadPrediction, Promise
 from sepc_torch.head.reasons import refusal_reason
@@ -732,7 +732,7 @@ class Guard:
         if callable(self.on_alarm):
             self.on_alarm(self.report())
         else:
-            warnings.warn(self.report().sentence, stacklevel=4)
+            warn_user(self.report().sentence)
 
 
 class _Trial:

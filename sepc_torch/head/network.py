@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.text import printable
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.reading.layers import layer_rows
 
 # Number of earlier stages that are chosen by default.
@@ -114,10 +114,9 @@ def find_places(
     assert made is not None
     normalised = made.dim() > 1 and any(_equal(function(made), logits) for function in _NORMALISATIONS)
     if layer == "auto" and made.dim() == logits.dim() <= 2 and not (normalised or _equal(made, logits)):
-        warnings.warn(
+        warn_user(
             f"The logits are not the output of the linear layer {last!r}, whose input is taken as the embedding: "
             "something else computes them. If another module does, name it.",
-            stacklevel=3,
         )
     maps = logits.dim() > 2 and logits.shape[2:].numel() > 1  # a label for every position
     if layers is None or (layers == "auto" and maps):

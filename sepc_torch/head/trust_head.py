@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -28,6 +27,7 @@ from sepc_torch.data.options import check_count, check_not_negative, float64_dev
 from sepc_torch.data.progress import Choice
 from sepc_torch.data.table_classifier import TableClassifier, read_classifier
 from sepc_torch.data.table_encoding import EncodedArray, TableEncoding, row_hashes
+from sepc_torch.data.warn import warn_user
 from sepc_torch.ellipsoid import Ellipsoid
 from sepc_torch.head.calibration.assess import class_probabilities, finite_logits, rate_rows
 from sepc_torch.head.calibration.calibration import LEAST_CALIBRATION, Calibration, calibration_set, example_set
@@ -360,23 +360,24 @@ class TrustHead(nn.Module):
         """The prediction of :meth:`forward`, for a batch that fits into memory."""
         if isinstance(z, Tensor):
             z = as_dtype(z, self.projection.shift.dtype)  # the same answer for every dtype of the input
+        sepc, evidence, calibration = self._parts()
         points = self.projection(z)
         rows = self._layer_rows(layers, z.shape[0])  # len would fix the number of rows in an exported graph
         if any(x.device != z.device for x in rows):
             raise ValueError(f"The layers must be on the device of the embeddings, {z.device}.")
         if logits is None:
-            of_head, of_network = self.sepc.judge(points, labels)
-            measured = self._measure(z, of_network.label, rows)
+            of_head, of_network = sepc.judge(points, labels)
+            measured = _measure(evidence, calibration, z, of_network.label, rows)
         else:
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
             label, missing = network_labels(logits)
             branches = Branches(z)
             with branches.branch():
-                of_head, of_network = self.sepc.judge(points, label, checked=True)
-            measured = self._measure(z, label, rows)
+                of_head, of_network = sepc.judge(points, label, checked=True)
+            measured = _measure(evidence, calibration, z, label, rows)
             branches.join()
             if missing is not None:
-                if self.sepc.nan_policy == "raise" and can_synchronize(missing):
+                if sepc.nan_policy == "raise" and can_synchronize(missing):
                     refuse_undefined_logits(logits, _REMEDY)
                 of_network = without_missing(of_network, missing)
         invalid, label = flagged(of_head.label), of_network.label
@@ -384,16 +385,15 @@ class TrustHead(nn.Module):
         if measured is None:
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return HeadPrediction(*known, unknown, unknown, unknown, unknown, unknown, torch.zeros_like(invalid))
-        assert self.calibration is not None
-        if logits is not None and self.calibration.without_logits and not torch.compiler.is_compiling():
-            warnings.warn(
+        assert calibration is not None
+        if logits is not None and calibration.without_logits and not torch.compiler.is_compiling():
+            warn_user(
                 "This head was calibrated without logits, so the network's labels have no calibration: their "
                 "confidence and joint score are NaN, and none is accepted. Calibrate with logits, or call the head "
                 "without logits.",
-                stacklevel=5,  # two frames of nn.Module.__call__ lie between
             )
-        self._warn_if_stale(stacklevel=6)
-        calibrated = self.calibration(
+        self._warn_if_stale()
+        calibrated = calibration(
             *(measured, label, invalid, logits),
             own=logits is None and labels is None,
             region=of_head.nearest,
@@ -402,11 +402,10 @@ class TrustHead(nn.Module):
         )
         return HeadPrediction(*known, *calibrated)
 
-    def _measure(self, z: Tensor, label: Int[Tensor, "B"], layers: list[Tensor]) -> Measurements | None:
-        """The evidence for labels; None for a head without evidence."""
-        if self.evidence is None or self.calibration is None:
-            return None
-        return self.evidence.measure(z, label if self.calibration.done else None, layers)
+    def _parts(self) -> tuple[SEPC, Evidence | None, Calibration | None]:
+        """The parts that :meth:`replace_points` replaces, all from before or all from after it in another thread."""
+        parts: dict[str, Any] = self._modules
+        return parts["sepc"], parts.get("evidence"), parts.get("calibration")
 
     def _layer_rows(self, layers: Mapping[str, Any] | None, rows: int | torch.SymInt) -> list[Tensor]:
         """The rows of all layers in the order and the dtype of the head, checked."""
@@ -419,17 +418,16 @@ class TrustHead(nn.Module):
         found = [x.to(device) for x in self._layer_rows(layers, rows)]
         return dict(zip(self.layer_names, found, strict=True)) or None
 
-    def _warn_if_stale(self, stacklevel: int) -> None:
+    def _warn_if_stale(self) -> None:
         """Warn, once after a calibration or after loading, that training points changed since the calibration."""
         if torch.compiler.is_compiling() or self._stale_warned or not self._changes:
             return
         if self.calibration is None or not self.calibration.done:
             return
         self._stale_warned = True
-        warnings.warn(
+        warn_user(
             f"The calibration is stale: {self.calibration_age:.1%} of the training points were added or forgotten "
             "since. Its promises and p-values are those of the head before; call head.calibrate again.",
-            stacklevel=stacklevel,
         )
 
     @torch.no_grad()
@@ -581,7 +579,7 @@ class TrustHead(nn.Module):
         self.require_calibration()
         z, logits = self.with_logits(z, logits)
         labels = self._labels_for(logits)
-        least = set_thresholds(labels, coverage, bool(per_class), stacklevel=4)  # a frame of the decorator lies between
+        least = set_thresholds(labels, coverage, bool(per_class))
         found = [self._class_scores(labels, *rows) >= least for rows in self._chunks(z, logits, layers)]
         return PredictionSets(torch.cat(found), float(coverage), bool(per_class), tuple(self.classes))
 
@@ -617,7 +615,7 @@ class TrustHead(nn.Module):
         """The scores of all classes that prediction sets are made of, in float64."""
         assert self.evidence is not None
         assert labels.plain is not None
-        self._warn_if_stale(stacklevel=6)  # frames of a comprehension and of the decorator lie between
+        self._warn_if_stale()
         label = self.sepc(self.projection(z)).label
         invalid = flagged(label)
         scores = self.evidence.class_scores(z) if logits is None else logits
@@ -640,7 +638,6 @@ class TrustHead(nn.Module):
         names = np.array([*self.classes, None], dtype=object) if none.any() else np.array(self.classes)
         return names[np.where(none, -1, np.where(np.isnan(logits), -np.inf, logits).argmax(axis=1))]
 
-    @torch.no_grad()
     def explain(
         self,
         z: Any,
@@ -670,6 +667,13 @@ class TrustHead(nn.Module):
         >>> [example.id for example in found.examples]
         [1, 0]
         """
+        return self._explain(z, i, logits, groups, layers, "network" if self.classifier is None else "classifier")
+
+    @torch.no_grad()
+    def _explain(
+        self, z: Any, i: int | None, logits: Any, groups: Any, layers: Mapping[str, Any] | None, source: str
+    ) -> DecisionExplanation | list[DecisionExplanation]:
+        """The result of :meth:`explain`; ``source`` says whose logits they are."""
         if i is not None and getattr(i, "shape", ()) != ():
             raise TypeError(
                 f"i is the number of a row, got {type(i).__name__}. Pass logits by name: explain(z, logits=...)."
@@ -690,7 +694,7 @@ class TrustHead(nn.Module):
         if of_layers is not None and row is not None:
             of_layers = {name: x[row : row + 1] for name, x in of_layers.items()}
         out = self(points, logits=given, groups=group, layers=of_layers)
-        rows = explain_decisions(self, points, given, out, group, of_layers)
+        rows = explain_decisions(self, points, given, out, group, of_layers, source)
         return rows if row is None else rows[0]
 
     @torch.inference_mode(False)  # the new buffers outlive the call, and load_state_dict writes to them
@@ -783,7 +787,7 @@ class TrustHead(nn.Module):
                 f"{len(z)} points are too few to calibrate with; pass at least {LEAST_CALIBRATION - len(z)} more."
             )
         if ids is not None and units is None:
-            _warn_of_repeated(row_ids(ids, len(z)), stacklevel=5)
+            _warn_of_repeated(row_ids(ids, len(z)))
         own = self.sepc(self.projection(z))
         of_layers = [x.to(z.device) for x in self._layer_rows(layers, len(z))]
         data = calibration_set(self.evidence, z, codes, own.label, logits, len(self.classes), of_layers)
@@ -800,7 +804,7 @@ class TrustHead(nn.Module):
             unknowns=shown,
             units=_unit_codes(units, len(z)),
         )
-        return self._adopt(calibration.to(z.device), exact=True, stacklevel=5)  # two frames of decorators lie between
+        return self._adopt(calibration.to(z.device), exact=True)
 
     @overload
     def accept_at(
@@ -947,7 +951,7 @@ class TrustHead(nn.Module):
             )
         if units is not None:
             _set_units(calibration, units)
-        self._warn_if_stale(stacklevel=4)  # a frame of the decorator lies between
+        self._warn_if_stale()
         if target is not None:
             wanted = Promise(risk, delta, flag_rate, exact=self.promise is None or self.promise.exact, shift=shift)
             shown = self._judge_target(target, target_logits, target_layers, calibration.network.done)
@@ -957,7 +961,7 @@ class TrustHead(nn.Module):
                 accept_for_target(labels, self.sepc, out, *given) for labels, out in zip(sources, shown, strict=True)
             ]
             if not shifted.found:
-                warnings.warn(f"The head accepts nothing: {shifted.limits}.", stacklevel=3)
+                warn_user(f"The head accepts nothing: {shifted.limits}.")
             self.calibration, self.promise = calibration, wanted._replace(found=shifted.found)
             return shifted
         kind = by if by is None or isinstance(by, str) else "group" if known else "environment"
@@ -975,7 +979,7 @@ class TrustHead(nn.Module):
             costs=price,
             review=review,
         )
-        found, promise = self._set_thresholds(calibration, wanted, by, stacklevel=4)
+        found, promise = self._set_thresholds(calibration, wanted, by)
         self.calibration, self.promise = calibration, promise
         return found
 
@@ -1008,13 +1012,12 @@ class TrustHead(nn.Module):
             raise RuntimeError("The head must be calibrated first: head.calibrate(embeddings, labels, logits).")
         return self.calibration
 
-    def _adopt(self, calibration: Calibration, exact: bool, stacklevel: int) -> TrustHead:
+    def _adopt(self, calibration: Calibration, exact: bool) -> TrustHead:
         """Replace the calibration, and find the thresholds of the head's promise anew.
 
         Args:
             calibration: A fitted calibration, on the device of the head.
             exact: Whether held-out points were ranked, so that promises are exact.
-            stacklevel: The frame to name in warnings.
         """
         wanted = self.promise
         if wanted is None or not wanted.chosen:
@@ -1052,16 +1055,16 @@ class TrustHead(nn.Module):
             )
         if lacking is None:
             wanted = wanted._replace(units=calibration.own.in_units)
-            promise = self._set_thresholds(calibration, wanted, wanted.by, stacklevel + 1)[1]
+            promise = self._set_thresholds(calibration, wanted, wanted.by)[1]
         else:
             promise = wanted._replace(found=False)
-            warnings.warn(f"The head accepts nothing: its promise is {lacking}", stacklevel=stacklevel)
+            warn_user(f"The head accepts nothing: its promise is {lacking}")
         self.calibration, self.promise = calibration, promise
         self._changes, self._stale_warned = 0, False
         return self
 
     def _set_thresholds(
-        self, calibration: Calibration, wanted: Promise, by: By | Any, stacklevel: int
+        self, calibration: Calibration, wanted: Promise, by: By | Any
     ) -> tuple[Acceptance | GroupAcceptance | CostAcceptance, Promise]:
         """Set the thresholds of a calibration; return their record, and the promise with what was found."""
         sources = [calibration.own, calibration.network] if calibration.network.done else [calibration.own]
@@ -1077,18 +1080,17 @@ class TrustHead(nn.Module):
             table = [accept_by_group(labels, self.sepc, *in_groups) for labels in sources][-1]
             if not table.found:
                 refused = sum(not row.found for row in table.groups)
-                warnings.warn(
+                warn_user(
                     f"The risk {risk:g} cannot be promised in {refused} of {len(table.groups)} groups; the head "
                     f"accepts none of their points. For example, {table.limits} Print the result for a table.",
-                    stacklevel=stacklevel,
                 )
             merged = any(len(row.group) > 1 for row in table.groups)
             groups = len(table.groups) if merged else None
             return table, wanted._replace(found=any(row.found for row in table.groups), groups=groups)
         options = risk, delta, wanted.flag_rate, wanted.average
-        found = [labels.accept(*options, stacklevel=stacklevel + 1) for labels in sources][-1]
+        found = [labels.accept(*options) for labels in sources][-1]
         if risk is not None and not found.found:
-            warnings.warn(f"The head accepts nothing: {sources[-1].shortfall(risk, delta)}", stacklevel=stacklevel)
+            warn_user(f"The head accepts nothing: {sources[-1].shortfall(risk, delta)}")
         return found, wanted._replace(found=found.found)
 
     def novelties(
@@ -1130,12 +1132,12 @@ class TrustHead(nn.Module):
                 raise ValueError("target_logits and target_layers belong to target: pass the embeddings as target.")
             found = find_novelties(*self._p_values(z, logits, layers), fdr)
         else:
-            labels, fdr = self._p_value_labels(logits, stacklevel=5), check_share(fdr, "fdr")
+            labels, fdr = self._p_value_labels(logits), check_share(fdr, "fdr")
             shown = self._judge_target(target, target_logits, target_layers, logits is not None)[-1]
             out = self.judge(z, logits, layers=layers)
             p_value, ranked, limits = shifted_p_values(labels, self.sepc, shown, out, _SPARE_DISCOVERIES * fdr)
             if limits:
-                warnings.warn(f"Nothing is declared novel: {limits}.", stacklevel=2)
+                warn_user(f"Nothing is declared novel: {limits}.")
             found = find_novelties(torch.ones_like(p_value) if limits else p_value, ranked, fdr)
         rows = found.novel.numpy().nonzero()[0]
         return found._replace(groups=group_rows(self, self.as_tensor(z)[rows], rows) if len(rows) else ())
@@ -1169,19 +1171,18 @@ class TrustHead(nn.Module):
     def _p_values(self, z: Any, logits: Any, layers: Mapping[str, Any] | None) -> tuple[Float[Tensor, "B"], int]:
         """The p-values of a batch, and the number of ranked points."""
         z, logits = self.with_logits(z, logits)
-        labels = self._p_value_labels(logits, stacklevel=6)
+        labels = self._p_value_labels(logits)
         return self.judge(z, logits, layers=layers).p_value, len(labels.ranked_nonconformity)
 
-    def _p_value_labels(self, logits: Any, stacklevel: int) -> LabelCalibration:
+    def _p_value_labels(self, logits: Any) -> LabelCalibration:
         """The calibration that p-values come from; warn if its points came in units."""
         calibration = self.require_calibration()
         labels = calibration.own if logits is None else calibration.labels
         if labels.in_units:
-            warnings.warn(
+            warn_user(
                 "The calibration rows of this head came in units, whose rows are not independent: p-values are "
                 "approximate, and so is this promise. For an exact one, calibrate with one row of each unit, without "
                 "units=, and pass one row of each unit.",
-                stacklevel=stacklevel,
             )
         return labels
 
@@ -1234,9 +1235,12 @@ class TrustHead(nn.Module):
         """Replace the training points, with the classifier and the evidence that follow from them."""
         before = kept_points(self)
         assert self.calibration is not None
-        self.calibration.renumber_regions(kept_regions(before.ellipsoids, training_set.ellipsoids))
+        calibration = copy.deepcopy(self.calibration)
+        calibration.renumber_regions(kept_regions(before.ellipsoids, training_set.ellipsoids))
+        # One assignment: a thread that judges sees all old parts or all new ones.
+        self._modules = {**self._modules, "sepc": sepc, "evidence": evidence, "calibration": calibration}
         self._changes += abs(len(training_set) - len(before))
-        self.sepc, self.evidence, self.training_set = sepc, evidence, training_set
+        self.training_set = training_set
         self.reference_ids = training_set.reference_ids
         return self
 
@@ -1417,10 +1421,9 @@ class TrustHead(nn.Module):
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         if self.training_set is not None:
             # The present points are of another head.
-            warnings.warn(
+            warn_user(
                 f"A state dict holds no training points: loading it drops the {len(self.training_set)} points that "
                 "this head kept, and the head can no longer be updated. TrustHead.save and TrustHead.load keep them.",
-                stacklevel=4,  # the caller of load_state_dict
             )
             self.training_set = None
         if self.evidence is not None:
@@ -1461,15 +1464,14 @@ def _checked_odds(odds: Any) -> float:
     return float(odds)
 
 
-def _warn_of_repeated(ids: Array, stacklevel: int) -> None:
+def _warn_of_repeated(ids: Array) -> None:
     """Warn if identifiers of calibration points repeat."""
     distinct = len(np.unique(ids))
     if distinct < len(ids):
-        warnings.warn(
+        warn_user(
             f"{len(ids)} calibration points have only {distinct} different ids: rows with the same id are not "
             "independent, and p-values and promises hold for independent rows only. Pass units=ids for promises over "
             "units, or calibrate with one row of each id.",
-            stacklevel=stacklevel,
         )
 
 
@@ -1518,6 +1520,15 @@ def _some_rows(values: Rows, rows: slice, device: torch.device | None = None) ->
     if isinstance(values, Mapping):
         return {name: _some_rows(value, rows, device) for name, value in values.items()}
     return None if values is None else values[rows] if device is None else values[rows].to(device)
+
+
+def _measure(
+    evidence: Evidence | None, calibration: Calibration | None, z: Tensor, label: Int[Tensor, "B"], layers: list[Tensor]
+) -> Measurements | None:
+    """The evidence for labels; None for a head without evidence."""
+    if evidence is None or calibration is None:
+        return None
+    return evidence.measure(z, label if calibration.done else None, layers)
 
 
 def judge_rows(

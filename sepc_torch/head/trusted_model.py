@@ -14,7 +14,6 @@ import difflib
 import hashlib
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from sepc_torch.data.options import check_count
 from sepc_torch.data.progress import Bar, Choice
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.calibration import better_order
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.network import (
@@ -349,10 +349,9 @@ class TrustedModel(nn.Module):
             args, kwargs = (), {name: value for name, value in first.items() if name not in LABELS}
         if not self._warned and not torch.compiler.is_compiling() and any(part.training for part in self._in_modes()):
             self._warned = True
-            warnings.warn(
+            warn_user(
                 "Dropout or batch normalisation of the network is in training mode, and the head was calibrated in "
                 "evaluation mode: call trusted.eval().",
-                stacklevel=4,  # two frames of nn.Module.__call__ lie between
             )
         return self.judge(self.features(*args, **kwargs))
 
@@ -412,10 +411,9 @@ class TrustedModel(nn.Module):
         _check_last(inner, places.last, head)
         trusted = cls(network, head, places)
         if found["fingerprint"] != _fingerprint(inner):
-            warnings.warn(
+            warn_user(
                 "This network has other weights than the one that the head was fitted to. Promises hold for that "
                 "network only; load its weights, or fit again.",
-                stacklevel=2,
             )
         head.to(next((p.device for p in inner.parameters()), torch.device("cpu")))
         trusted.training = inner.training
@@ -667,10 +665,9 @@ def _check_logits(codes: Array, logits: Array, names: list[Any], what: str) -> N
     missing = [name for name, count in zip(names, counts, strict=True) if not count]
     if missing and len(codes) >= _EACH_CLASS * columns:
         shown = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        warnings.warn(
+        warn_user(
             f"The {what} data have no row of the classes {shown}: nothing is promised about them. Calibrate with data "
             "drawn like those in use.",
-            stacklevel=3,
         )
 
 
@@ -687,11 +684,10 @@ def _warn_of_seen_rows(head: TrustHead, right: Array) -> None:
     mean, count = float(known.mean()), len(known)
     error = (right.mean() * (1.0 - right.mean()) / len(right) + mean * (1.0 - mean) / count) ** 0.5
     if mean - right.mean() > max(_DEVIATIONS * error, _LEAST_GAP):
-        warnings.warn(
+        warn_user(
             f"The network is right in {mean:.1%} of the calibration rows, and in {right.mean():.1%} of the training "
             "rows. Are the loaders swapped, or was the network trained on the calibration rows? Promises hold for rows "
             "that it was not trained on. Strong augmentation of the training rows has the same effect.",
-            stacklevel=3,
         )
 
 
@@ -825,10 +821,9 @@ def _warn_of_copies(z: Array) -> None:
     """Warn if many calibration rows are copies of others: a sampler may draw rows with replacement."""
     distinct = len({row.tobytes() for row in z})
     if distinct < _DISTINCT * len(z):
-        warnings.warn(
+        warn_user(
             f"Only {distinct} of {len(z)} calibration rows differ. Promises hold for independent rows; read every row "
             "once, without a sampler that repeats rows.",
-            stacklevel=3,
         )
 
 
@@ -848,10 +843,9 @@ def _warn_of_augmentation(data: Any) -> None:
         for item in pair
     )
     if any(a.shape != b.shape or not _same(a, b) for a, b in zip(first, second, strict=False)):
-        warnings.warn(
+        warn_user(
             "The calibration data are augmented at random: reading a sample twice gives two results. P-values and "
             "promises then hold for augmented samples; calibrate with the transforms that are used in prediction.",
-            stacklevel=3,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sepc_torch.data.options import check_count, check_not_negative
+from sepc_torch.data.warn import warn_user
 from sepc_torch.layers.ellipsoids import RefittedEllipsoid
 from sepc_torch.layers.mve import Backend, MVELayer, refuse_transforms
 from sepc_torch.shapes import Bool, Float, Int
@@ -141,11 +141,10 @@ class EllipsoidLoss(nn.Module):
         if not set(few) <= self._warned:
             self._warned |= set(few)
             listed = ", ".join(f"{k} ({n})" for k, n in few.items())
-            warnings.warn(
+            warn_user(
                 f"An ellipsoid in {self.features} dimensions needs at least {self.features + 1} points; the batch of "
                 f"{len(labels)} holds too few of the classes {listed}, which are left out. Use larger batches, sample "
                 "them by class, or apply the loss to fewer features. This warning appears once per class.",
-                stacklevel=4,
             )
         return [k for k in range(self.classes) if k not in few]
 

@@ -2,7 +2,6 @@ r"""Ellipsoid bank: torch module that maps points (B, D) to Mahalanobis distance
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from sepc_torch.data.arrays import single_row_hint
 from sepc_torch.data.options import check_choice
+from sepc_torch.data.warn import warn_user
 from sepc_torch.ellipsoid import SURFACE_TOLERANCE
 from sepc_torch.model import torch_ops
 from sepc_torch.model.derived import Derived
@@ -180,9 +180,8 @@ class EllipsoidBank(Derived):
         rounding = 0.5 * torch.finfo(torch.float32).eps * self.offsets.mean(dim=0).abs()
         moved = float(torch.linalg.vector_norm(self.whiteners.abs() @ rounding, dim=1).max())
         if moved > 0.5 * SURFACE_TOLERANCE:  # the other half is for the rounding of data near zero
-            warnings.warn(
+            warn_user(
                 "The data lie so far from zero, relative to their spread, that float32 rounds centres of ellipsoids by "
                 f"up to {moved:.0e} semi-axes, so training points can lie outside; subtract the mean of each feature, "
                 "or use dtype=torch.float64.",
-                stacklevel=5,  # the caller of SEPC.from_partition
             )

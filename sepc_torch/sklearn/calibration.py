@@ -354,7 +354,7 @@ def calibrate_out_of_fold(
     calibration = Calibration(evidence.support_names, len(evidence.kinds))
     ranked = None if new is None else torch.arange(rows + len(new.z)) >= rows
     calibration.fit(values, right, torch.cat(codes), labels, region, scores, None, seed, ranked=ranked)
-    return head._adopt(calibration.to(head.sepc.codes.device), exact=new is not None, stacklevel=5)
+    return head._adopt(calibration.to(head.sepc.codes.device), exact=new is not None)
 
 
 def _evidence_of(fold: Fold, classes: list[Any]) -> tuple[CalibrationSet, Tensor]:

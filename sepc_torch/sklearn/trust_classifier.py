@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from sklearn.utils.validation import _num_samples, check_consistent_length, chec
 from sepc_torch.data.options import check_choice, check_count
 from sepc_torch.data.table_classifier import estimator_labels
 from sepc_torch.data.text import printable
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.label_calibration import Acceptance
 from sepc_torch.head.explanation import DecisionExplanation
 from sepc_torch.head.prediction import HeadPrediction
@@ -286,12 +286,12 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         self.classes_ = self.estimator_.classes_
         self.acceptance_ = None
         if self.embedding_.loss is not None:
-            warnings.warn(self.embedding_.loss, EmbeddingWarning, stacklevel=2)
+            warn_user(self.embedding_.loss, EmbeddingWarning)
         if shortfall is None:
             of_rows = None if codes is None else codes[fitted.rows]
             self.acceptance_, shortfall = keep_promise(self.head_, wish, of_rows, given / len(fitted.rows), rows)
         if shortfall is not None:
-            warnings.warn(shortfall, CalibrationWarning, stacklevel=2)
+            warn_user(shortfall, CalibrationWarning)
         return self
 
     def _wish(self, groups: Any) -> Wish:
@@ -452,7 +452,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
             ``X`` of :meth:`fit`.
         """
         z, logits = self.embedding_(self.estimator_, self._rows(X))
-        found = self.head_.explain(z, logits=logits, groups=self._codes(X, groups))
+        found = self.head_._explain(z, None, logits, self._codes(X, groups), None, "classifier")
         assert isinstance(found, list)  # one for each row
         return found
 

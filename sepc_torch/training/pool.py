@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 
 from sepc_torch.data import files
 from sepc_torch.data.options import check_choice
+from sepc_torch.data.warn import warn_user
 from sepc_torch.shapes import Array, Int
 
 # The values of a sample without a label, by the name of their array.
@@ -409,7 +409,7 @@ def _read_state(path: str | os.PathLike[str], *, skip_damaged: bool = False) -> 
         if not skip_damaged:
             remedy = f"{found}. Restore a copy, or keep these labels with restore(path, damaged='skip')."
             raise files.FileFormatError(path, error.problem, remedy) from error
-        warnings.warn(f"{os.fspath(path)!r} is damaged: {error.problem}. {found} and lose theirs.", stacklevel=3)
+        warn_user(f"{os.fspath(path)!r} is damaged: {error.problem}. {found} and lose theirs.")
     return {name: torch.from_numpy(arrays[name]) for name in _STATE}
 
 

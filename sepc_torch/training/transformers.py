@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from sepc_torch.data.options import check_count
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.network import Places, find_places, unwrapped
 from sepc_torch.head.promises.conformal import check_share
 from sepc_torch.head.reading.sources import evaluation_mode
@@ -157,16 +157,15 @@ class TrustCallback(TrainerCallback):  # type: ignore[misc] # transformers is no
         try:
             head = TrustHead.fit(few["emb"], few["target"], **{"progress": False, **self.fit})
         except (RuntimeError, ValueError) as error:
-            warnings.warn(f"TrustCallback: the fit failed: {error} Training continues without flags.", stacklevel=2)
+            warn_user(f"TrustCallback: the fit failed: {error} Training continues without flags.")
             return None
         if "target" in rows:
             known = rows["emb"], rows["target"], rows["logits"]
             head = calibrated_copy(head, *known, flag_rate=self.flag_rate, risk=self.risk) or head
         if not is_calibrated(head, True):
-            warnings.warn(
+            warn_user(
                 "TrustCallback: the head is not calibrated, because fewer than 20 labelled samples can be used; flags "
                 "promise no rate. Evaluate on more labelled samples, or pass calibrate=.",
-                stacklevel=2,
             )
         return head
 

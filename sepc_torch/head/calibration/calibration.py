@@ -13,7 +13,6 @@ the joint score, the other part is only ranked. The confidence carries no guaran
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.assess import assess, finite_logits
 from sepc_torch.head.calibration.combined_score import MIN_TAIL_POINTS
 from sepc_torch.head.calibration.confidence import fit_temperature
@@ -118,10 +118,9 @@ def calibration_set(
         )
     near = measurements.near
     if near is not None and float((near.amin(dim=1) == 0).double().mean()) > _MAX_DUPLICATES:
-        warnings.warn(
+        warn_user(
             "Most calibration points are training points of the head: every new point would get a small p-value. "
             "Calibrate with points that neither the network nor the head was fitted on.",
-            stacklevel=5,  # the caller of TrustHead.calibrate, beyond two frames of its decorators
         )
     scores = {"own": class_scores(measurements.density, near)}
     if logits is None:
@@ -131,13 +130,12 @@ def calibration_set(
     given = given.to(z.device)
     check_logits(given, (len(z), classes), z.device)
     refuse_undefined_logits(given, "Drop those rows from the calibration points.")
-    warn_of_probabilities(given, stacklevel=6)
+    warn_of_probabilities(given)
     label = given.argmax(dim=1)
     if (found := better_order(codes.cpu().numpy(), label.cpu().numpy(), classes)) is not None:
-        warnings.warn(
+        warn_user(
             f"The labels seem to be in another order than the columns of the logits: {found[0]:.0%} of the network's "
             f"labels are wrong, and {found[1]:.0%} would be in another order. Column c must be that of classes[c].",
-            stacklevel=5,
         )
     values["network"] = evidence.values(measurements, label)
     label = torch.where(rows_without_prediction(given), -1, label)
@@ -199,30 +197,27 @@ def better_order(codes: Int[Array, "M"], predicted: Int[Array, "M"], classes: in
     return (wrong, least) if wrong > _MIXED_UP * max(least, 1.0 / len(codes)) and least < _FEW_MISTAKES else None
 
 
-def warn_of_probabilities(logits: Float[Tensor, "M C"], stacklevel: int = 2) -> None:
+def warn_of_probabilities(logits: Float[Tensor, "M C"]) -> None:
     """Warn if logits are probabilities or their logarithms, which lack what the energy of logits says.
 
     Args:
         logits: The given logits.
-        stacklevel: The frame to name in the warning.
 
     >>> warn_of_probabilities(torch.tensor([[3.0, 0.0], [0.0, 2.0]]))
     """
     values = logits.double()
     sums = values.sum(dim=1)
     if bool((values >= 0).all() & ((sums - 1.0).abs() < _NORMALISED).all()):
-        warnings.warn(
+        warn_user(
             "logits look like probabilities: they are not negative, and every row sums to one. Pass the network's "
             "output before softmax, at calibrate and at every call; or the logarithm of the probabilities, which is "
             "right for softmax but has no energy, one of the signs of an unknown kind.",
-            stacklevel=stacklevel,
         )
     elif bool((values.logsumexp(dim=1).abs() < _NORMALISED).all()):
-        warnings.warn(
+        warn_user(
             "logits look like logarithms of probabilities: the probabilities of every row sum to one. Labels and "
             "confidence are right, but the energy of the logits is the same for all points, so one of the signs of an "
             "unknown kind is lost. Pass the network's output before log_softmax if you have it.",
-            stacklevel=stacklevel,
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.assess import PlainTables, class_probabilities, finite_logits, joint_score
 from sepc_torch.head.calibration.calibration_tables import RESOLUTION, CalibrationTables
 from sepc_torch.head.calibration.combined_score import CombinedScore
@@ -298,9 +298,7 @@ class LabelCalibration(Derived):
         """Return the joint score of labels in float64; see :func:`joint_score`."""
         return joint_score(self.ranking(support.double()), log_typicality.double(), self.unknown_odds)
 
-    def accept(
-        self, risk: float | None, delta: float, flag_rate: float | None, average: bool = False, stacklevel: int = 2
-    ) -> Acceptance:
+    def accept(self, risk: float | None, delta: float, flag_rate: float | None, average: bool = False) -> Acceptance:
         """Set the threshold for a flag rate, or for a risk that is kept with probability 1 - delta or on average."""
         if risk is not None and self.in_units:
             ranked, fitted = self.unit_rows()
@@ -315,10 +313,9 @@ class LabelCalibration(Derived):
             )
             threshold = steps.threshold(score)
             if threshold == -math.inf:
-                warnings.warn(
+                warn_user(
                     f"The head accepts every point: {self.flag_rate_shortfall(flag_rate)} Or choose a flag_rate of at "
                     f"least {self.least_flag_rate(flag_rate):.3g}.",
-                    stacklevel=stacklevel,
                 )
             return self._set_threshold(threshold, found=True)
         assert risk is not None

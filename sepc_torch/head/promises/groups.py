@@ -23,7 +23,6 @@ this threshold needs no division of :math:`\delta`, since every group must pass 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -32,6 +31,7 @@ import torch
 
 from sepc_torch.data.options import check_choice
 from sepc_torch.data.text import text_table
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.label_calibration import LabelCalibration
 from sepc_torch.head.promises.conformal import check_share, least_points
 from sepc_torch.model.sepc import SEPC
@@ -115,11 +115,10 @@ def accept_by_group(
         groups = observed_groups(labels, sepc, risk, delta, by, joint)
         if len(groups.of_key) > 1 and not groups.of_key.any():
             named = "regions" if by == "region" else "classes"
-            warnings.warn(
+            warn_user(
                 f"The {len(groups.of_key)} {named} have too few points for promises of their own, so that all were "
                 "merged and the promise is one over all rows. Calibrate with more rows, or ask for a larger risk or "
                 "joint=False.",
-                stacklevel=5,
             )
     of_point, held = groups.of_key[groups.keys], labels.ranked_rows.cpu().numpy()
     group, others = of_point[held], np.delete(of_point, held)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +11,12 @@ import torch
 
 from sepc_torch.data.options import check_not_negative
 from sepc_torch.data.text import text_table
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.calibration import LEAST_CALIBRATION
 from sepc_torch.head.calibration.label_calibration import risk_limits, two_digits
 from sepc_torch.head.prediction import Promise
 from sepc_torch.head.promises.conformal import (
+    average_threshold,
     check_share,
     counts_above,
     flag_threshold,
@@ -184,6 +185,7 @@ def accept_scores(
     units: Any = None,
     costs: Any = None,
     review: float | None = None,
+    average: bool = False,
 ) -> ScoreAcceptance:
     """Find the threshold of any score that keeps a promise about the accepted predictions.
 
@@ -210,6 +212,8 @@ def accept_scores(
             more than the largest of them. A random half of the rows chooses the thresholds with the least mean cost;
             the other half bounds the expected cost.
         review: The cost of a refused row; needed with ``costs``.
+        average: Promise ``risk`` on average over calibration sets, without ``delta``, as :meth:`TrustHead.accept_at`
+            does. Not with ``by`` or ``units``.
 
     Returns:
         The rule: call it with new scores.
@@ -230,12 +234,16 @@ def accept_scores(
         raise ValueError("costs are those of accepted rows, review is that of a refused one: pass both.")
     if by is not None and (flag_rate is not None or (units is not None and risk is not None)):
         raise ValueError("by keeps a risk in every group of independent rows; leave out flag_rate and units, or by.")
+    if average and (risk is None or by is not None or units is not None):
+        raise ValueError("average=True is for a risk over independent rows: leave out flag_rate, costs, by and units.")
     for name, share in (("risk", risk), ("flag_rate", flag_rate), ("delta", delta)):
         if share is not None:
             check_share(share, name)
     rows, names = _checked(score, right, by, units, costs, flag_rate is not None)
     over = units is not None and len(np.unique(rows.unit)) < len(rows.unit)  # units of one row are rows
-    promise = Promise(risk, delta, flag_rate, None if by is None or risk is None else "group", units=over)
+    promise = Promise(
+        risk, delta, flag_rate, None if by is None or risk is None else "group", units=over, average=average
+    )
     levels, mean = np.full(len(names), delta), None
     if costs is not None:
         price = check_not_negative(review, "review")
@@ -252,6 +260,13 @@ def accept_scores(
         promise = promise._replace(costs=number, review=price, bound=bound)
     elif flag_rate is not None:
         thresholds = np.array([_flag_threshold(rows, flag_rate, over)])
+    elif average:
+        assert risk is not None
+        known = rows.take(~np.isnan(rows.score))
+        thresholds = np.array([average_threshold(torch.from_numpy(known.score), torch.from_numpy(known.right), risk)])
+        if thresholds[0] == math.inf:
+            less = "Pass more rows, a larger risk or another score."
+            warn_user(f"Nothing is accepted: no threshold keeps a risk of {risk:g} on average. {less}")
     elif over:
         assert risk is not None
         fitted, rows = _halves(rows)
@@ -366,7 +381,7 @@ def _risk_thresholds(
                 f"The risk {risk:g} cannot be promised in {len(lacking)} of {len(names)} groups, of which nothing is "
             )
             text += f"accepted. For example, group {names[g]}: {few}"
-        warnings.warn(text, stacklevel=3)
+        warn_user(text)
     return thresholds, np.array([share if one is None else one.level for one in found])
 
 
@@ -391,7 +406,7 @@ def _unit_threshold(ranked: UnitRows, fitted: UnitRows, risk: float, delta: floa
         more = None if needed is None else two_digits(2 * max(needed - units, 1))
         least = least_unit_risk(ranked, fitted, proposed, delta)
         text = risk_limits(f"{units} units that set the threshold", risk, least, more, "units")
-        warnings.warn(f"Nothing is accepted: {text}", stacklevel=3)
+        warn_user(f"Nothing is accepted: {text}")
     return found
 
 

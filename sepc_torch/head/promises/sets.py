@@ -26,13 +26,13 @@ For points in units, the coverage is the mean over units of the covered share of
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.calibration.calibration_tables import RESOLUTION
 from sepc_torch.head.calibration.label_calibration import LabelCalibration, Steps, log_odds, separated
 from sepc_torch.head.promises.conformal import check_share, flag_threshold
@@ -84,16 +84,13 @@ class PredictionSets(NamedTuple):
         return f"PredictionSets({len(size)} points, coverage {self.coverage:g}{' ' * bool(where)}{where}: {counts})"
 
 
-def set_thresholds(
-    labels: LabelCalibration, coverage: float, per_class: bool = False, stacklevel: int = 2
-) -> Float[Tensor, "*C"]:
+def set_thresholds(labels: LabelCalibration, coverage: float, per_class: bool = False) -> Float[Tensor, "*C"]:
     """Least scores of the classes in a set: one for all classes, or one for each; see this module for the proof.
 
     Args:
         labels: The calibration of the labels.
         coverage: The wanted coverage q.
         per_class: Whether to keep the coverage among the points of each true class.
-        stacklevel: The frame to name in the warning that there are too few points.
     """
     missed = 1.0 - check_share(coverage, "coverage")
     needed = math.ceil((1.0 / missed) * (1.0 - 1e-12)) - 1  # the factor corrects rounding
@@ -105,10 +102,9 @@ def set_thresholds(
         else:
             found = flag_threshold(steps.scores, missed)
         if found == -math.inf:
-            warnings.warn(
+            warn_user(
                 f"Every set holds every class: {labels.ranked_count} ranked calibration {labels.ranked_name} are too "
                 f"few for a coverage of {coverage:g}, which needs {needed}. Calibrate with more, or ask for less.",
-                stacklevel=stacklevel,
             )
         return torch.tensor(_just_below(steps, found), dtype=torch.float64, device=device)
     if labels.in_units:
@@ -123,11 +119,10 @@ def set_thresholds(
         least[c] = _just_below(steps, flag_threshold(steps.scores, missed))
     everywhere = int(np.isneginf(least).sum())
     if everywhere:
-        warnings.warn(
+        warn_user(
             f"{everywhere} of {len(least)} classes are in every set: they have fewer than the {needed} ranked "
             f"calibration points that a coverage of {coverage:g} in each class needs. Calibrate with more, or leave "
             "out per_class.",
-            stacklevel=stacklevel,
         )
     return torch.from_numpy(least).to(device)
 

@@ -5,7 +5,6 @@ A projection normalises, centres and projects embeddings, and scales every direc
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sepc_torch.data.arrays import rows_per_chunk, single_row_hint
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.kernels.tables import Affine, linear_tables
 from sepc_torch.head.reading.coordinates import coordinates, fits, supported
 from sepc_torch.head.reading.defaults import default_dim
@@ -298,10 +298,9 @@ def choose_projection(
     if dim is None:
         dim = default_dim(sizes, features)
         if dim < min(_FEW_DIMENSIONS, features):
-            warnings.warn(
+            warn_user(
                 f"The classes have few points ({int(np.median(sizes))} in the median), so embeddings are projected on "
                 f"{dim} dimensions. Add data, leave small classes out, or choose dim.",
-                stacklevel=3,  # the caller of TrustHead.fit
             )
     elif dim > features:
         raise ValueError(f"dim={dim} is more than the {features} features of the embeddings; choose a smaller dim.")
@@ -321,8 +320,7 @@ def _warn_of_small_classes(sizes: Int[Array, "C"], dim: int, classes: Array) -> 
     if small:
         shown = ", ".join(f"{label!r} ({size})" for label, size in small[:5])
         shown += f" and {len(small) - 5} more" if len(small) > 5 else ""
-        warnings.warn(
+        warn_user(
             f"Classes with fewer than {2 * dim} training rows for {dim} dimensions (rows): {shown}. Many of their rows "
             "will lie in no ellipsoid, which lowers the trust in these labels; choose a smaller dim or add rows.",
-            stacklevel=4,  # the caller of TrustHead.fit
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.network import Places, channels_first, submodule
 from sepc_torch.head.reading.layers import layer_rows
 from sepc_torch.shapes import Float
@@ -194,10 +194,9 @@ class LogitsFinder:
             self._names = list(found)
         elif self._names and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"The network's logits were the output of {shown_name(self._names[0])} before, but this step gives "
                 f"none, so the head's own labels are judged. {self._remedy}",
-                stacklevel=2,
             )
         return next(iter(found.values()), None)
 

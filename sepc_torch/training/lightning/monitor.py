@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sepc_torch.data import files
 from sepc_torch.data.options import check_count
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.drift import DriftReport
 from sepc_torch.head.network import Places
 from sepc_torch.head.promises.conformal import check_share
@@ -291,7 +292,7 @@ class TrustMonitor(CallbackBase):
         if not rows or len(rows["id"]) == 0:
             return []
         if k > len(rows["id"]):
-            warnings.warn(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.", stacklevel=2)
+            warn_user(f"The pool has {len(rows['id'])} samples, fewer than the {k} requested.")
         if "logits" in rows and self._pool_scores.head is not None:
             rows = {**rows, "logits": checked_logits(self._pool_scores.head, rows["logits"])}
         labelled = self._fit_rows.get("emb")
@@ -532,11 +533,10 @@ class TrustMonitor(CallbackBase):
         self.disjuncts = self._pool_scores.disjuncts()
         if self.disjuncts and trainer.is_global_zero:
             worst = self.disjuncts[0]
-            warnings.warn(
+            warn_user(
                 f"Regions with more confirmed mistakes than tolerated: {len(self.disjuncts)}. In the worst region, "
                 f"{len(worst.rows)} samples predicted as {worst.predicted} are mostly {worst.true[0]}. The head is "
                 "refitted.",
-                stacklevel=2,
             )
         if first or is_last(trainer) or self.disjuncts:
             self._refit(trainer, module)
@@ -582,7 +582,7 @@ class TrustMonitor(CallbackBase):
             self._failures += 1
             kept = "the previous head stays in use" if self.head is not None else "there is no head yet"
             if trainer.is_global_zero:
-                warnings.warn(f"{error} Training continues; {kept}.", stacklevel=2)
+                warn_user(f"{error} Training continues; {kept}.")
             return False
         self.fit_epoch, self.fit_step = int(trainer.current_epoch), int(trainer.global_step)
         self.n_refits += 1
@@ -639,10 +639,9 @@ class TrustMonitor(CallbackBase):
             why = "there is no validation loader" if missing else "fewer than 20 labelled samples can be used"
             what = "Validate on labelled samples" if missing else "Validate on more labelled samples"
             if trainer.is_global_zero:
-                warnings.warn(
+                warn_user(
                     f"TrustMonitor: the head is not calibrated, because {why}; flags promise no rate. {what}, or pass "
                     "calibrate=.",
-                    stacklevel=2,
                 )
 
     @property
@@ -672,10 +671,9 @@ class TrustMonitor(CallbackBase):
             return
         self._said.add("augmentation")
         if is_augmented(module, dataset) and trainer.is_global_zero:
-            warnings.warn(
+            warn_user(
                 "Two reads of the first fit sample differ: the data seem augmented. Pass the data without "
                 "augmentation: TrustMonitor(fit_data=...) or LabelPool(eval_view=...).",
-                stacklevel=2,
             )
 
     def _refresh_pool(self) -> None:
@@ -727,11 +725,10 @@ class TrustMonitor(CallbackBase):
                 "file in this folder."
             )
         if self._is_stale(module) and trainer.is_global_zero:
-            warnings.warn(
+            warn_user(
                 "The head was fitted to different weights than the module's current ones, so trust may be stale. Load "
                 "the head and the weights from one checkpoint (ckpt_path=...). A checkpoint of a validation that "
                 "max_cost= skipped holds the head of an earlier one.",
-                stacklevel=2,
             )
 
     def _open_validation(self, trainer: Any, module: Any) -> None:
@@ -821,7 +818,7 @@ class TrustMonitor(CallbackBase):
         if found is None:
             return {"drift": math.nan, "drift_p_value": math.nan}
         if found.alarm and trainer.is_global_zero:
-            warnings.warn(f"{found.sentence} print(monitor.drift) says where.", stacklevel=2)
+            warn_user(f"{found.sentence} print(monitor.drift) says where.")
         return {"drift": float(found.alarm), "drift_p_value": found.p_value}
 
     def _publish(self, trainer: Any, name: str, found: StageResult) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.partitioning.landscape import SmallDisjunct
 from sepc_torch.shapes import Int
@@ -118,7 +118,7 @@ class PoolScores:
         except TypeError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"{error} New labels are not checked for confirmed mistakes.", stacklevel=2)
+                warn_user(f"{error} New labels are not checked for confirmed mistakes.")
             return ()
         device = next(self.head.buffers()).device
         found = confirmed_disjuncts(self.head, self.rows["emb"][chosen].to(device), truth, given)

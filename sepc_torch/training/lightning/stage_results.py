@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from sepc_torch.data.warn import warn_user
 from sepc_torch.head.drift import DriftMonitor, DriftReport
 from sepc_torch.head.prediction import HeadPrediction
 from sepc_torch.head.trust_head import TrustHead
@@ -158,10 +158,9 @@ class Recorder:
             return rows, names
         repeats = count_repeats(rows, distributed=trainer.world_size > 1)
         if repeats and trainer.is_global_zero:
-            warnings.warn(
+            warn_user(
                 f"{repeats} of {len(rows['id'])} samples have the id of another sample, and only the first sample of "
                 "each id is kept. Let ids= return a different id for every sample.",
-                stacklevel=2,
             )
         return unique_rows(rows), names
 
