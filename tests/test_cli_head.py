@@ -843,10 +843,15 @@ class TestExport:
     def test_a_table_is_encoded_before(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(export, "export", lambda _head, path, *, logits: path.write_text(str(logits)))
         printed = succeed("export", folder / "model", "-o", tmp_path / "head.pt2")
-        assert (
-            "z holds 6 encoded numbers, not the 3 columns of the table: TrustHead.load(model).encode(table)" in printed
+        assert printed.startswith(
+            "Inputs: z (rows, 6) in float32.\nOutputs: label, accept, confidence, joint, p_value,"
         )
-        assert "logits are those of the model's classifier" in printed
+        z = "z holds 6 encoded numbers, not the 3 columns of the table: TrustHead.load(model).encode(table)"
+        assert z in printed
+        assert (tmp_path / "head.pt2").read_text() == "None"  # the classifier is a part of the file
+        printed = succeed("export", folder / "model", "-o", tmp_path / "head.pt2", "--logits")
+        assert printed.startswith("Inputs: z (rows, 6), logits (rows, 2) in float32.\nlogits are those of the model's")
+        assert z in printed
         assert (tmp_path / "head.pt2").read_text() == "True"
 
     def test_the_description_of_the_encoding_suffices(self, folder: Path) -> None:

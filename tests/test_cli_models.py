@@ -176,6 +176,8 @@ class TestOwnEstimator:
         assert found["network_label"].tolist() == head.predict(frame).tolist()
         with pytest.raises(PermissionError, match="can run code"):
             Scorer(own / "own.safetensors", "cpu")(frame)
+        exported = ("export", own / "own", "-o", tmp_path / "own.pt2", "--trust")
+        assert "Export the head alone, with logits=True or --logits" in fail(*exported)
         # The estimator sees the encoded numbers, and gives the labels that it gives by itself.
         assert head.classifier is not None
         features = np.asarray(head.encode(frame), dtype=np.float64)

@@ -20,7 +20,10 @@ def export(
     ],
     logits: Annotated[
         bool | None,
-        typer.Option(help="Whether the file takes logits; by default if the model was calibrated with logits."),
+        typer.Option(
+            help="Whether the file takes logits; by default if the model was calibrated with logits of a network. The "
+            "file of a table computes those of its classifier, and with either option holds the head alone."
+        ),
     ] = None,
     trust: shell.Trust = False,
     as_json: shell.AsJson = False,
@@ -28,7 +31,8 @@ def export(
     """Write a model as a graph that runs without sepc_torch: ONNX, or a program of torch.export."""
     shell.check_writable(output, [".onnx", ".pt2"])
     head = load_head(model, trust)
-    if logits is None:
+    whole = head.classifier is not None and logits is None
+    if logits is None and not whole:
         logits = head.takes_logits
     write = graphs.to_onnx if output.suffix.lower() == ".onnx" else graphs.export
     write(head, output, logits=logits)
@@ -41,6 +45,8 @@ def export(
         return
     shapes = ", ".join(f"{name} (rows, {width})" for name, width in inputs.items())
     print(f"Inputs: {shapes} in {str(head.projection.shift.dtype).removeprefix('torch.')}.")
+    if whole:
+        print(f"Outputs: {', '.join(graphs.TRUSTED)}. The labels are those of the model's classifier.")
     if head.encoding is not None:
         if head.classifier is not None and logits:
             print("logits are those of the model's classifier: TrustHead.load(model).with_logits(table) gives both.")

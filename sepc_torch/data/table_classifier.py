@@ -20,9 +20,9 @@ from sepc_torch.shapes import Array, Float, Int
 
 # The label gets at least this lead over the other logits, relative to 1 + |logit|: float32 keeps it, and the energy of
 # the logits changes by less than the resolution of nonconformity scores.
-_LEAD = 1e-6
+LEAD = 1e-6
 # Energy of log probabilities. It is the same for every row; around zero its rounding errors would count as differences.
-_ENERGY = -1.0
+ENERGY = -1.0
 # Logit of the label of an estimator without scores: softmax then says the same of every row.
 _PLAIN_LOGIT = 4.0
 # Rows that go through the trees at a time: small enough for caches, large enough for calls of NumPy.
@@ -79,14 +79,14 @@ def leading(logits: Float[Array, "B C"], label: Int[Array, "B"]) -> Float[Array,
     others[rows, label] = -np.inf
     best = others.max(axis=1, initial=-np.finfo(np.float32).max)
     found = logits.copy()
-    found[rows, label] = np.maximum(logits[rows, label], best + _LEAD * (1.0 + np.abs(best)))
+    found[rows, label] = np.maximum(logits[rows, label], best + LEAD * (1.0 + np.abs(best)))
     return found
 
 
 def log_probabilities(probabilities: Float[Array, "B C"]) -> Float[Array, "B C"]:
     """Logarithms of probabilities, shifted by a constant."""
     with np.errstate(divide="ignore"):
-        return np.log(probabilities) - _ENERGY
+        return np.log(probabilities) - ENERGY
 
 
 def estimator_labels(estimator: Any, X: Any) -> Array:

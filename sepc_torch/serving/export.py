@@ -1,4 +1,4 @@
-"""Exported trust heads, alone or with their network: files for ONNX Runtime and for ``torch.export.load``.
+"""Exported trust heads, alone or with what gives their labels: files for ONNX Runtime and for ``torch.export.load``.
 
 Such a file runs without this package.
 """
@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from sepc_torch import __version__
 from sepc_torch.data import files
 from sepc_torch.head.prediction import HeadPrediction
-from sepc_torch.head.reasons import Reason
+from sepc_torch.head.reasons import Reason, refusal_reason
 from sepc_torch.head.standard_operators import StandardOperators
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.head.trusted_model import TrustedModel, TrustedPrediction
+from sepc_torch.serving.table_logits import TableLogits
 
 # The first opset with ScatterElements(reduction="max"), which the largest density of a class needs.
 OPSET = 18
 # Rows of the example that is traced. Any number above 1: torch treats 0 and 1 as constants.
 _ROWS = 3
-# The outputs of a network with its head.
-_TRUSTED = [name for name in TrustedPrediction._fields if name != "judged"]
+# The outputs of a network, or of the classifier of a table, with its head.
+TRUSTED = [name for name in TrustedPrediction._fields if name != "judged"]
 
 
 class _Fields(nn.Module):
@@ -70,7 +71,28 @@ class _TrustedFields(nn.Module):
         features = self.trusted.features(*inputs[:first], **named)
         with StandardOperators():
             out = self.trusted.judge(features)._asdict()
-            return {name: out[name].clone() for name in _TRUSTED}
+            return {name: out[name].clone() for name in TRUSTED}
+
+
+class _TableFields(nn.Module):
+    """The classifier of a table with its head, in standard operators, that returns a dictionary of fields."""
+
+    def __init__(self, head: TrustHead) -> None:
+        super().__init__()
+        assert head.classifier is not None
+        assert head.encoding is not None
+        self.classifier, self.head = TableLogits(head.classifier, head.encoding), head
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """The fields of :class:`~sepc_torch.TrustedPrediction` by name; ``inputs`` are encoded rows, and layers."""
+        z, *layers = inputs
+        with StandardOperators():
+            logits = self.classifier(z).to(z.dtype)
+            named = dict(zip(self.head.layer_names, layers, strict=True))
+            out = self.head(z, logits=logits, layers=named or None)
+            made = {"label": out.network_label, "reason": refusal_reason(out, self.head.promise), "logits": logits}
+            found = out._asdict() | made
+            return {name: found[name].clone() for name in TRUSTED}
 
 
 class _Graph(NamedTuple):
@@ -98,16 +120,17 @@ def _graph(model: TrustHead | TrustedModel, logits: bool | None) -> _Graph:
         with torch.inference_mode(False):
             copied = TrustedModel(copy.deepcopy(model.network), copy.deepcopy(head), model.places).cpu().eval()
             example = [torch.ones(_ROWS, *form["shape"], dtype=getattr(torch, form["dtype"])) for form in forms]
-        return _Graph(_TrustedFields(copied), tuple(example), [*unnamed, *found["named_inputs"]], list(_TRUSTED))
-    takes_logits = head.takes_logits if logits is None else logits
+        return _Graph(_TrustedFields(copied), tuple(example), [*unnamed, *found["named_inputs"]], list(TRUSTED))
+    whole = head.classifier is not None and logits is None
+    takes_logits = not whole and (head.takes_logits if logits is None else logits)
     on_cpu = copy.deepcopy(head).cpu()
     like, widths = on_cpu.projection.shift, [on_cpu.in_features]
     widths += [len(on_cpu.classes)] if takes_logits else []
     widths += [] if on_cpu.evidence is None else on_cpu.evidence.layer_widths
     names = ["z", *(["logits"] if takes_logits else []), *head.layer_names]
-    return _Graph(
-        _Fields(on_cpu), tuple(like.new_ones(_ROWS, width) for width in widths), names, list(HeadPrediction._fields)
-    )
+    module = _TableFields(on_cpu) if whole else _Fields(on_cpu)
+    outputs = TRUSTED if whole else HeadPrediction._fields
+    return _Graph(module, tuple(like.new_ones(_ROWS, width) for width in widths), names, list(outputs))
 
 
 def exported_program(model: TrustHead | TrustedModel, *, logits: bool | None = None) -> torch.export.ExportedProgram:
@@ -115,7 +138,7 @@ def exported_program(model: TrustHead | TrustedModel, *, logits: bool | None = N
 
     Args:
         model: The head or the model.
-        logits: Whether the graph of a head takes logits; by default if the head was calibrated with logits.
+        logits: As in :func:`to_onnx`.
     """
     return _traced(_graph(model, logits))
 
@@ -132,13 +155,14 @@ def _traced(graph: _Graph) -> torch.export.ExportedProgram:
 
 
 def export(model: TrustHead | TrustedModel, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
-    """Write a head, or a network with its head, as a ``.pt2`` file that ``torch.export.load`` reads.
+    """Write a head, alone or with its network or classifier, as a ``.pt2`` file that ``torch.export.load`` reads.
 
     The process that reads it does not need this package.
 
     ``torch.export.load(path).module()(z, logits)`` returns a dictionary of the fields of
     :class:`~sepc_torch.HeadPrediction`, on the CPU. The rows of layers follow the logits, in the order of the head.
-    Arguments and limits are those of :func:`to_onnx`; the description is the extra file ``head.json``.
+    Arguments, other inputs and outputs, and limits are those of :func:`to_onnx`; the description is the extra file
+    ``head.json``.
     """
     # An open file: torch warns of a path that does not end in .pt2, and the temporary one does not.
     with _without_notes(), files.replacing(Path(path)) as temporary, temporary.open("wb") as file:
@@ -147,22 +171,26 @@ def export(model: TrustHead | TrustedModel, path: str | os.PathLike[str], *, log
 
 
 def to_onnx(model: TrustHead | TrustedModel, path: str | os.PathLike[str], *, logits: bool | None = None) -> None:
-    """Write a head, or a network with its head, as an ONNX file of standard operators, opset 18 (extra ``onnx``).
+    """Write a head, alone or with its network or classifier, as an ONNX file of standard operators (extra ``onnx``).
 
-    The file of a :class:`~sepc_torch.TrustedModel` takes the inputs of its network, ``input`` or their names, and gives
-    ``label``, ``accept``, ``confidence``, ``joint``, ``p_value``, ``reason`` and ``logits``. For a head:
+    The opset is 18.
+
+    The file of a :class:`~sepc_torch.TrustedModel` takes the inputs of its network, ``input`` or their names. That of a
+    model of a table (``sepc fit``) holds its classifier and takes encoded rows ``z`` (B, D), which
+    :meth:`TrustHead.encode` returns. Both give ``label``, ``accept``, ``confidence``, ``joint``, ``p_value``,
+    ``reason`` and ``logits``. For a head without a classifier:
 
     The inputs are ``z`` (B, D), ``logits`` (B, C) and, for a head with layers, their rows (B, D_l) under their names,
     for any B from 1 on. The outputs are the fields of :class:`~sepc_torch.HeadPrediction`. The metadata of the file
     hold ``classes``, ``feature_names``, ``in_features``, ``layers``, ``encoding``, ``promise``, ``threshold`` and
-    ``version`` as JSON. A head of a table with
-    categories takes encoded numbers, which :meth:`TrustHead.encode` returns. Rows with NaN are flagged, whatever the
-    ``nan_policy``. Of ellipsoids equally near to a point outside, the graph expands at most four.
+    ``version`` as JSON. Rows with NaN are flagged, whatever the ``nan_policy``. Of ellipsoids equally near to a point
+    outside, the graph expands at most four.
 
     Args:
         model: The head or the model.
         path: The file to write.
-        logits: Whether the graph of a head takes logits; by default if the head was calibrated with logits.
+        logits: Whether the graph of a head takes logits; by default if the head was calibrated with logits. If given,
+            the graph of a head with a classifier is that of the head alone.
     """
     for package in ("onnx", "onnxscript"):  # before the trace, which takes long
         if importlib.util.find_spec(package) is None:
