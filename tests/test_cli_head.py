@@ -233,7 +233,12 @@ class TestScore:
             np.testing.assert_allclose(scored[field.removeprefix("network_")], getattr(out, field), rtol=1e-6)
         assert ((scored["reason"] == "accepted") == scored["accept"]).all()
         assert "Promise: on average at most 20 % of the points of the calibration distribution are refused." in printed
+        promise = TrustHead.load(folder / "model.safetensors").promise
+        assert f"Promise of the model: {promise}. It holds for rows drawn like the calibration rows." in succeed(
+            *arguments
+        )
         reported = json.loads(succeed(*arguments, "--json"))
+        assert reported["promise"]["found"]
         assert reported["accuracy"] == pytest.approx((scored["label"] == scored["true_label"]).mean())
         assert reported["points"] == sum(share["points"] for share in reported["reasons"].values()) == 120
 
@@ -429,9 +434,18 @@ def test_explanation_of_a_table(folder: Path) -> None:
     reported = json.loads(succeed("explain", folder / "model", folder / "new.csv", "--row", 3, "--json"))
     values = {feature["name"]: feature["value"] for feature in reported[0]["features"]}
     assert values["age"] == pytest.approx(people(1, 120)["age"][3], rel=1e-5)
-    assert "has no row 120; it has the rows 0 to 119" in fail(
-        "explain", folder / "model", folder / "new.csv", "--row", 120
-    )
+    command = ("explain", folder / "model", folder / "new.csv")
+    assert "has no row 120; it has the rows 0 to 119" in fail(*command, "--row", 120)
+    name = people(1, 120)["name"][3]
+    named = succeed(*command, "--id", f"name={name}")
+    assert named == printed.replace("row 3:", f"row 3 (name={name}):")
+    here = people(1, 120)["city"]
+    several = json.loads(succeed(*command, "--row", 5, "--id", f"name={name}", "--id", f"city={here[3]}", "--json"))
+    assert [each["row"] for each in several] == [5, *sorted({*np.flatnonzero(here == here[3]).tolist()} - {5})]
+    assert "has no row with 'nobody' in column 'name'" in fail(*command, "--id", "name=nobody")
+    assert "--id names rows as COLUMN=VALUE" in fail(*command, "--id", str(name))
+    assert "has no column 'nmae'" in fail(*command, "--id", "nmae=x")
+    assert "--row INDEX or --id COLUMN=VALUE" in fail(*command)
 
 
 def test_calibration_with_other_rows(folder: Path, tmp_path: Path) -> None:
@@ -762,6 +776,8 @@ def test_score_with_a_guard(folder: Path, tmp_path: Path) -> None:
     scores = pd.read_csv(output)
     assert not scores["accept"].any()
     assert set(scores["reason"]) == {"no promise"}
+    printed = run(*command, tmp_path / "other.csv", "--on-alarm", "refuse").stdout
+    assert "Score later rows with their true labels (--label): enough of them restore it." in printed
 
 
 @pytest.mark.slow

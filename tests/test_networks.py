@@ -127,7 +127,8 @@ def test_figures_and_promises_become_a_table(feature_file: Path) -> None:
     for found in networks.promise(head, drawn).values():
         assert 0.0 <= found["accepted"] <= 1.0
         assert not found["broken"] or found["accepted"] > 0.0
-    results = {"seeds": [0], "share": 0.5, "delta": 0.1, "peers": PEERS, "rows": summarise(runs), "runs": runs}
+    parts = {"tiny": {"rows": summarise(runs), "runs": runs}}
+    results = {"seeds": [0], "share": 0.5, "delta": 0.1, "peers": PEERS, "parts": parts}
     text = tables.held_out(results)
     assert "| tiny |" in text
     assert all(question.title in text for question in tables.QUESTIONS)

@@ -480,6 +480,8 @@ def test_what_the_report_is_about_stands_at_its_top(few: Reported, tmp_path: Pat
     top = page.text.partition("Risk over coverage")[0]
     assert "Report Ants & bees Model insects-7 Data may.csv Date 1 June 2026 ! promise does not apply" in top
     assert "Next:" in top
+    legend = page.text.partition("Risk over coverage")[2]
+    assert "promised: at most 10.0 % does not apply" in legend.replace("\xa0", " ")
     bare = Outline(write_report(few.head, few.z, path=tmp_path / "bare.html").read_text("utf-8")).text
     assert "Model" not in bare.partition("Next:")[0]
     assert str(datetime.now(UTC).year) in bare.partition("Next:")[0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from sklearn.linear_model import LogisticRegression
 
 from sepc_torch.cli import shell
+from sepc_torch.cli.columns import label_texts
 from sepc_torch.cli.heads import HeadRows, use_promise
+from sepc_torch.cli.row_files import RowFile
 from sepc_torch.cli.training_rows import notes_on_rows
 from sepc_torch.metrics.compare import compare as compare_scores
 
@@ -19,7 +23,13 @@ _MAX_ROWS = 2**14
 def explain(
     model: shell.Model,
     data: shell.Data,
-    row: shell.RowNumbers,
+    row: Annotated[
+        list[int] | None, typer.Option("--row", min=0, help="Index of a row, counted from 0; repeatable.")
+    ] = None,
+    identify: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="COLUMN=VALUE", help="Value of a column that names rows; repeatable."),
+    ] = None,
     logits: shell.Logits = None,
     risk: shell.Risk = None,
     delta: shell.Delta = 0.05,
@@ -29,22 +39,51 @@ def explain(
     trust: shell.Trust = False,
     as_json: shell.AsJson = False,
 ) -> None:
-    """Explain the decision about a row.
+    """Explain the decision about a row, by its index (--row) or its name (--id).
 
     Without --risk and --flag-rate the decision is by the promise of the model; pass what `sepc score` was given.
     """
-    rows = HeadRows(model, data, sep, logits, None, (), encoding, trust)
+    wanted: dict[str, list[str]] = {}
+    for text in identify or []:
+        column, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--id names rows as COLUMN=VALUE, got {text!r}.")
+        wanted.setdefault(column, []).append(value)
+    rows = HeadRows(model, data, sep, logits, None, list(wanted), encoding, trust)
     use_promise(rows.head, risk, delta, flag_rate)
-    points = rows.points(rows.file.rows(rows.columns, row))
+    names = dict.fromkeys(row or []) | _named_rows(rows.file, wanted)
+    if not names:
+        raise ValueError("Say which rows to explain: --row INDEX or --id COLUMN=VALUE.")
+    points = rows.points(rows.file.rows(rows.columns, list(names)))
+    shown = [f"row {i}" + ("" if name is None else f" ({name})") for i, name in names.items()]
     for i, problem in points.problems.items():
-        raise ValueError(f"{str(data)!r}, row {row[i]} has no decision: {problem}. Correct the row.")
+        raise ValueError(f"{str(data)!r}, {shown[i]} has no decision: {problem}. Correct the row.")
     rows.note_missing_logits()
     reasons = rows.head.explain(points.z, logits=points.logits)
     assert isinstance(reasons, list)  # one for each row
     if as_json:
-        shell.print_json([{"row": i, **reason.to_dict()} for i, reason in zip(row, reasons, strict=True)])
+        shell.print_json([{"row": i, **reason.to_dict()} for i, reason in zip(names, reasons, strict=True)])
     else:
-        print("\n\n".join(f"row {i}: {reason}" for i, reason in zip(row, reasons, strict=True)))
+        print("\n\n".join(f"{name}: {reason}" for name, reason in zip(shown, reasons, strict=True)))
+
+
+def _named_rows(file: RowFile, wanted: Mapping[str, Sequence[str]]) -> dict[int, str]:
+    """The rows whose columns have these values, with their names; every value must occur."""
+    if not wanted:
+        return {}
+    found: dict[int, str] = {}
+    missing = dict.fromkeys((column, value) for column, values in wanted.items() for value in values)
+    start = 0
+    for piece in file.pieces(list(wanted), "find"):
+        for column, values in wanted.items():
+            for i, text in enumerate(label_texts(piece.table.column(column), frozenset()), start):
+                if text is not None and text in values:
+                    found[i] = f"{column}={text}"
+                    missing.pop((column, text), None)
+        start += piece.table.num_rows
+    for column, value in missing:
+        raise ValueError(f"{str(file.path)!r} has no row with {value!r} in column {column!r}.")
+    return dict(sorted(found.items()))
 
 
 def compare(

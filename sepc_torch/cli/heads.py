@@ -211,16 +211,27 @@ def use_promise(head: TrustHead, risk: float | None, delta: float, flag_rate: fl
             note(promise["text"])
 
 
-def broken_promise(head: TrustHead) -> dict[str, Any] | None:
-    """Why a head accepts nothing, in the form of :func:`set_promise`; None for a head that accepts labels."""
+def promise_in_force(head: TrustHead) -> dict[str, Any] | None:
+    """The promise that a head brings along, in the form of :func:`set_promise`; None if it is not recorded."""
     promise = head.promise
-    if promise is None or promise.found:
+    if promise is None:
         return None
-    text = f"No promise, nothing is accepted: the promise of the model, {promise}, cannot be kept."
-    if promise.risk is not None and promise.by is None:
-        why = calibrated_labels(head).shortfall(promise.risk, promise.delta, 1.0, "calibration rows")
-        text = f"No promise, nothing is accepted: {why}"
-    return {"text": text, "risk": promise.risk, "delta": promise.delta, "flag_rate": promise.flag_rate, "found": False}
+    if promise.found:
+        text = f"Promise of the model: {promise}."
+        text += "" if promise.shift else f" It holds for {_drawn_alike(promise.units)}."
+    else:
+        text = f"No promise, nothing is accepted: the promise of the model, {promise}, cannot be kept."
+        if promise.risk is not None and promise.by is None:
+            why = calibrated_labels(head).shortfall(promise.risk, promise.delta, 1.0, "calibration rows")
+            text = f"No promise, nothing is accepted: {why}"
+    delta = None if promise.risk is None else promise.delta
+    return {"text": text, "risk": promise.risk, "delta": delta, "flag_rate": promise.flag_rate, "found": promise.found}
+
+
+def _drawn_alike(units: bool) -> str:
+    """What a promise holds for."""
+    drawn = "units" if units else "rows"
+    return f"{drawn} drawn like the calibration {drawn}"
 
 
 def set_promise(
@@ -273,8 +284,7 @@ def set_promise(
     if risk is not None and not found.found:
         text = f"No promise, nothing is accepted: {labels.shortfall(risk, delta, rows, what)}"
     else:
-        drawn = "units" if labels.in_units else "rows"
-        text = f"Promise: {head.promise}. It holds for {drawn} drawn like the calibration {drawn}."
+        text = f"Promise: {head.promise}. It holds for {_drawn_alike(labels.in_units)}."
         if risk is None and labels.least_flag_rate(wanted) > wanted:
             text += f"\nNote: {labels.flag_rate_shortfall(wanted, rows, what)}"
     if found.found:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sepc_torch.cli import shell
 from sepc_torch.cli.columns import IdColumns, class_names, whole_numbers
-from sepc_torch.cli.heads import HeadRows, Points, broken_promise, calibrated_labels, made_the_head, set_promise
+from sepc_torch.cli.heads import HeadRows, Points, calibrated_labels, made_the_head, promise_in_force, set_promise
 from sepc_torch.cli.row_files import score_writer
 from sepc_torch.cli.tally import Tally
 from sepc_torch.data.files import check_target
@@ -86,7 +86,7 @@ def score(
         given: dict[str, Any] = {} if shifted is None else {"target": shifted, "shift": shift}
         promise = set_promise(head, risk, delta, flag_rate, **given)
     else:
-        promise = broken_promise(head)
+        promise = promise_in_force(head)
     watch = None if guard is None else open_guard(guard, head, on_alarm)
     ids = IdColumns(rows.file, identify or [], typed)
     tally = Tally("decision", [reason.text for reason in Reason], head.classes)
@@ -157,6 +157,8 @@ def score(
             print(f"\n{promise['text']}", file=stream)
         if watch is not None:
             print(f"\n{watch}", file=stream)
+            if watch.state != "holds" and watch.risk is not None and rows.label is None:
+                print("Score later rows with their true labels (--label): enough of them restore it.", file=stream)
         if stream is sys.stdout:
             print(f"\nWritten: {printable(output)}")
     if watch is not None and watch.state != "holds":

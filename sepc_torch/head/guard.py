@@ -205,9 +205,11 @@ class GuardReport(NamedTuple):
             )
         if self.needed.labels == 0:
             return f"{found} The labels are enough to restore it: call recalibrate()."
+        waiting = len(self.needed.ids)
+        then = f"{waiting} are waited for" if waiting else "ask(budget) chooses rows to label"
         return (
             f"{found} About {self.needed.labels} more labels restore it for {self.needed.coverage:.0%} of the rows; "
-            f"{len(self.needed.ids)} are waited for."
+            f"{then}."
         )
 
     def to_dict(self) -> dict[str, Any]:
