@@ -39,7 +39,9 @@ def explain(
     trust: shell.Trust = False,
     as_json: shell.AsJson = False,
 ) -> None:
-    """Explain the decision about a row, by its index (--row) or its name (--id).
+    """Explain the decision about a row.
+
+    --row takes the index of a row, --id the value of a column that names it.
 
     Without --risk and --flag-rate the decision is by the promise of the model; pass what `sepc score` was given.
     """
