@@ -122,7 +122,7 @@ def draws(known: Population, by: str, count: int, seed: list[int]) -> dict[str, 
         members: dict[Any, int] = {member: g for g, row in enumerate(table.groups) for member in row.group}
         group = np.array([members[k] for k in range(len(members))])[key]
         accept = (torch.from_numpy(points["joint"]) >= labels.least_score(label, region, None)).numpy()
-        labels.accept(RISK, DELTA, None, stacklevel=2)
+        labels.accept(RISK, DELTA, None)
         single = points["joint"] >= float(labels.threshold)
         worst = risks(accept, points["right"], group, len(table.groups)).max()
         single_worst = risks(single, points["right"], group, len(table.groups)).max()
