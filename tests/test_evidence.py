@@ -167,9 +167,10 @@ def test_the_neighbours_column_is_the_trust_score(rng: Rng) -> None:
     assert (values.support[:, 1] % DISTANCE_STEP == 0).all()
     assert torch.allclose(values.nonconformity[:, 1], each.amin(dim=1), rtol=0.51 * DISTANCE_STEP + bits, atol=0.0)
     white = fit_projection(points.double().numpy(), codes.numpy(), 64, None, "pca", torch.float64)
-    unit = torch.cdist(white(z.double()), white(points.double())).amin(dim=1)
-    # The coordinates have eleven bits.
-    assert torch.allclose(values.nonconformity[:, 2], unit, rtol=0.51 * DISTANCE_STEP + 2.0**-11, atol=1e-5)
+    rows, known = white(z.double()), white(points.double())
+    unit = torch.cdist(rows, known).amin(dim=1)
+    bits = float(2.0**-12 * ((known.norm(dim=1).amax() + rows.norm(dim=1)) / unit).max())
+    assert torch.allclose(values.nonconformity[:, 2], unit, rtol=0.51 * DISTANCE_STEP + bits, atol=1e-5)
 
 
 def test_what_depends_on_rounding_lies_on_grids(rng: Rng) -> None:

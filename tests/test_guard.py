@@ -486,6 +486,7 @@ class TestGroups:
         with pytest.raises(ValueError, match="another head, calibration or threshold"):
             Guard.load(tmp_path / "guard", other)
 
+    @pytest.mark.slow
     def test_a_kept_risk_in_every_group_is_rarely_called_broken(self, head: TrustHead) -> None:
         """The error of every group is the risk: at most alpha of the streams break, and hardly more in 100 (1e-6)."""
         head = copy.deepcopy(head)

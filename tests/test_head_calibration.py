@@ -129,7 +129,8 @@ def test_unknown_points_are_less_typical(rng: Rng) -> None:
     head = fit(rng)
     x, labels, logits = draw(rng, 400)
     head.calibrate(x, labels, logits)
-    known, far = head(batch(x)), head(batch(-20.0 * x))
+    opposite = -60.0 * x / np.linalg.norm(x, axis=1, keepdims=True)
+    known, far = head(batch(x)), head(batch(opposite))
     assert far.p_value.max() <= 1 / 201 + 1e-6
     assert not far.accept.any()
     assert far.nonconformity.min() > known.nonconformity.max()

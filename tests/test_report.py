@@ -432,6 +432,7 @@ def test_a_stale_promise_does_not_apply(
     assert "12.5 % of the training points" in found.sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_kept_promise_is_seldom_called_broken(
     reported: Reported, promising: TrustHead, rng: np.random.Generator, groups: int
