@@ -124,6 +124,7 @@ def test_ordinary_rows_are_accepted_and_distant_ones_are_not(fitted: TrustClassi
     assert not fitted.accept(X + 40.0).any()
 
 
+@pytest.mark.slow
 def test_a_risk_is_kept() -> None:
     model = TrustClassifier(LinearDiscriminantAnalysis(), risk=0.1, delta=0.1).fit(*fixed(600))
     X, y = clouds(np.random.default_rng(3), 1500)
@@ -624,6 +625,7 @@ def test_thresholds_of_least_cost() -> None:
     assert str(model.head_.promise).startswith("the expected cost of a row is at most")
 
 
+@pytest.mark.slow
 def test_a_risk_on_average_accepts_more() -> None:
     X, y = fixed(400)
     strict, average = (
