@@ -160,12 +160,14 @@ def _other_names(
 # phone, more than a line). From so many columns on a table has a smaller type.
 _ONE_LINE, _PROSE, _PHONE, _MANY = 40, 100, 35, 7
 # A line of a table has room for so many characters; where the columns need more, only short cells stay on one line.
-_ROOM, _SHORT = 95, 11
+_ROOM, _SHORT = 80, 11
 
 
 def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None:
     """Keep names of rows, and numbers such as 1 048 576, sizes and dates, on one line, except in tables with prose."""
     for table in document.findall(nodes.table):
+        for text in list(table.findall(nodes.Text)):
+            text.parent.replace(text, nodes.Text(re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "\N{NO-BREAK SPACE}", text)))
         cells = list(table.findall(nodes.entry))
         # A command in code is no prose; it may take several lines.
         prose = [

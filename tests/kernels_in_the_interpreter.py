@@ -202,7 +202,7 @@ def check_lookup(rng: Rng) -> None:
         )
         assert torch.equal(whole[0], without[0])
         assert torch.equal(whole[1], without[1])
-        unseen = distances_in_many(rng, 20, 6)  # of some of them the digits count, of one the outcome may be the same
+        unseen = distances_in_many(rng, 20, 6)  # the digits decide some rows, not every one
         assert not torch.equal(
             kernels.decide_distances(unseen, None, None, Kernels(wiped, None, None))[1][0],
             kernels.decide_distances(unseen, None, None, Kernels(rules, None, None))[1][0],

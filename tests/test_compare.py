@@ -157,7 +157,7 @@ def test_the_default_split_separates_calibration_from_evaluation(case: Case) -> 
     assert found.accuracy == np.mean(case.test_logits.argmax(axis=1)[judged] == case.test_y[judged])
     assert "the other 120 (seed 0)" in found.caption
 
-    nonsense = case.test_logits[np.random.default_rng(0).permutation(TEST)]  # of other rows, in no order of columns
+    nonsense = case.test_logits[np.random.default_rng(0).permutation(TEST)]  # logits of other rows
     among_judged = quiet(*case.five[:4], np.where(judged[:, None], nonsense, case.test_logits), head=mine)
     before, after = found.head.state_dict(), among_judged.head.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before if isinstance(before[key], torch.Tensor))
