@@ -176,12 +176,18 @@ def speed_summary(head: Row, classes: Row) -> str:
         found = [row[key] for part in heads for row in part["rows"] if row["rows"] == rows]
         return f"{min(found):.2g} to {max(found):.2g} ms"
 
+    trusted = head["parts"]["layers"]["trusted"]
     fits, device = classes["parts"], classes["parts"]["cores"]["device"]
     large = fits["imagenet"]
     rows: list[list[str]] = [
         ["judge 1 row", "GPU", times(1, "head")],
         ["judge 1 row, recorded as a CUDA graph", "GPU", times(1, "graph")],
         [f"judge {spaced(most)} rows", "GPU", times(most, "head")],
+        [
+            f"judge {spaced(trusted['rows'])} pictures with a ResNet-18 in a `TrustedModel`",
+            "GPU",
+            f"{trusted['trusted']:.3g} ms, the network alone {trusted['network']:.3g} ms",
+        ],
         *(
             [f"judge {spaced(row['rows'])} row{'s' * (row['rows'] > 1)}", "CPU", f"{row['head']:.3g} ms"]
             for row in cpu["rows"]

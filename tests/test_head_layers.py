@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sepc_torch import DriftMonitor, Scorer, TrustHead, write_report
 from sepc_torch.head.evidence.layer_distance import fit_layers
 from sepc_torch.head.explanation import DecisionExplanation
-from sepc_torch.head.reading.layers import read_layers
+from sepc_torch.head.reading.layers import layer_rows, read_layers
 
 Rng = np.random.Generator
 CLASSES = 3
@@ -324,6 +324,27 @@ def test_the_gpu_agrees_and_records_a_graph(rng: Rng) -> None:
     replayed = on_gpu.graphed(128)(given[0], given[1], layers=some)
     assert torch.equal(replayed.accept.cpu(), expected.accept[:100])
     assert torch.equal(replayed.p_value.cpu(), expected.p_value[:100])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_means_over_positions_on_a_gpu(rng: Rng, dtype: torch.dtype) -> None:
+    """They equal those of the CPU in every layout, a row's does not depend on the batch, and they have a gradient."""
+    for shape in ((40, 70, 9, 13), (3, 512, 8, 8), (40, 50, 33)):
+        x = torch.from_numpy(rng.normal(size=shape)).to(dtype)
+        expected = layer_rows(x, "some")
+        form = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        for given in (x.cuda(), x.cuda().contiguous(memory_format=form)):
+            found = layer_rows(given, "some")
+            if dtype == torch.float64:
+                assert torch.allclose(found.cpu(), expected, rtol=1e-12, atol=1e-13)
+                continue
+            assert torch.equal(found.cpu(), expected)
+            assert torch.equal(layer_rows(given[1:2], "some"), found[1:2])
+        given = x.cuda().requires_grad_()
+        (slope,) = torch.autograd.grad(layer_rows(given, "some").sum(), given)
+        positions = x[0].numel() // expected.shape[1]
+        assert torch.allclose(slope.double().cpu(), torch.full(shape, 1.0 / positions, dtype=torch.float64), rtol=1e-2)
 
 
 def test_examples_of_unknowns_have_layers(rng: Rng) -> None:

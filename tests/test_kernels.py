@@ -140,7 +140,8 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         "rows": 64,
     }
     integers = ("points", "classes", "most", "held_count", "class_width", "logit_stride", "least_stride", "row_stride",
-                "column_stride", "count", "per", "dim", "parts")  # fmt: skip
+                "column_stride", "count", "per", "dim", "parts", "channels", "positions", "step", "channel_step",
+                "position_step")  # fmt: skip
     lists = "chunks", "place", "lists", "used", "codes", "order", "starts", "index", "ranges"
     masks = "invalid", "missing", "accept"
     half = "high", "low", "tile_high", "tile_low"
@@ -154,6 +155,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
         (search._closest, tiles | {"rows": 64}),
         (exact_search.nearest_points, tiles | {"labelled": many, "tiles": 8, "group": 16, "features": 16, "rows": 16}),
         (coordinates._nearest_mean, {"columns": 64, "rows": 16, "one_tile": many}),
+        (coordinates._average, {"dense": 1 if many else 2, "rows": 16, "columns": 64}),
         (screening._estimate, {"top": 2.0**14, "block": 64, "blocks": 2 if many else 1, "rows": 128}),
         (mixtures._select, {"relative": 1e-5, "cut": 28.0, "rows": rows, "lanes": 2 if many else 64, "apart": 32}),
         (mixtures._exact, {"rows": 64, "features": 16, "apart": 32}),
@@ -165,6 +167,7 @@ def test_head_kernels_compile_for_a_gpu(many: bool) -> None:
             types |= dict.fromkeys(names, kind)
         types |= {"reach": "fp32"} | ({"matrix": "*fp16"} if kernel is screening._estimate else {})
         types |= {"offsets": "*fp64"} if kernel is mixtures._exact else {}
+        types |= {"x": "*fp16" if many else "*fp32"} if kernel is coordinates._average else {}
         types |= {"found": "*i64"} if kernel is exact_search.nearest_points else {}
         types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

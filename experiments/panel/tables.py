@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import stdev
 from typing import NamedTuple
 
 from experiments.table_writer import Column, Row, Table, interval, mean, spaced, table, text_table
@@ -656,33 +657,57 @@ def openood(results: Row) -> str:
 
         return text
 
-    def published(place: int) -> Callable[[Row], float | None]:
-        return lambda row: None if row["published"] is None else float(row["published"][place])
+    def unknowns(name: str, part: str) -> Callable[[Row], str]:
+        """Mean and standard deviation of the AUROC of one kind of unknowns over the trainings of a set."""
 
-    columns: list[Column] = [
+        def text(row: Row) -> str:
+            runs = [run for run in results["runs"] if run["set"] == name]
+            values = [run["scores"][row["score"]]["unknowns"][part]["auroc"] for run in runs]
+            return f"{mean(values):.1f}" if len(values) < 2 else f"{mean(values):.1f} ± {stdev(values):.1f}"
+
+        return text
+
+    others: list[Column] = [
         ("score", "title"),
-        ("near: AUROC", spread("near_auroc", ".1f")),
-        ("far: AUROC", spread("far_auroc", ".1f")),
         ("near: FPR@95", spread("near_fpr95", ".1f")),
         ("far: FPR@95", spread("far_fpr95", ".1f")),
         ("mistakes: AURC x 1000", spread("aurc", ".1f")),
         ("both, near: SCOD-AURC x 1000", spread("near_scod_aurc", ".1f")),
         ("both, far", spread("far_scod_aurc", ".1f")),
-        ("OpenOOD near", published(0), "{:.1f}"),
-        ("OpenOOD far", published(1), "{:.1f}"),
     ]
     texts = []
     for name in dict.fromkeys(run["set"] for run in results["runs"]):
         runs = [run for run in results["runs"] if run["set"] == name]
         rows, epochs = runs[0]["rows"], ", ".join(str(epoch) for epoch in sorted({run["epochs"] for run in runs}))
         texts.append(
-            f"{name}, {len(runs)} training{'s' if len(runs) > 1 else ''} of {epochs} epochs, accuracy "
+            f"{_SETS[name]}, {len(runs)} training{'s' if len(runs) > 1 else ''} of {epochs} epochs, accuracy "
             f"{mean(run['accuracy'] for run in runs):.1f} %; "
             f"{spaced(rows['train'])} rows to fit, {spaced(rows['calibration'])} to calibrate, "
-            f"{spaced(rows['test'])} to test:"
+            f"{spaced(rows['test'])} to test. AUROC of unknowns:"
         )
-        texts.append(table([row for row in results["rows"] if row["set"] == name], columns))
+        parts: list[Column] = [
+            (_SETS[part], unknowns(name, part)) for part in sorted(runs[0]["scores"]["head"]["unknowns"])
+        ]
+        auroc: list[Column] = [
+            ("score", "title"),
+            ("near", spread("near_auroc", ".1f")),
+            ("near, published", lambda row: None if row["published"] is None else float(row["published"][0]), "{:.1f}"),
+            ("far", spread("far_auroc", ".1f")),
+            *parts,
+        ]
+        own = [row for row in results["rows"] if row["set"] == name]
+        texts += [table(own, auroc), table(own, others)]
     return "\n\n".join(texts)
+
+
+# Names of the sets of pictures.
+_SETS = {
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "mnist": "MNIST",
+    "textures": "textures",
+    "tin": "Tiny ImageNet",
+}
 
 
 def _kind(question: str) -> str:

@@ -197,7 +197,8 @@ def _phases(growth: Row) -> str:
 def head_speed(results: Row) -> str:
     parts = results["parts"]
     heads = {"Fashion-MNIST": parts["fashion"], "random embeddings": parts["gpu"]}
-    text = [on_gpu(heads), exact(parts["exactness"]), compiled(parts["compile"]), on_cpu(parts["cpu"])]
+    text = [on_gpu(heads), layers_and_network(parts["layers"]), exact(parts["exactness"])]
+    text += [compiled(parts["compile"]), on_cpu(parts["cpu"])]
     return "\n\n".join(text)
 
 
@@ -222,6 +223,24 @@ def on_gpu(heads: dict[str, Row]) -> str:
         f"Calibrated heads with logits on an {heads['Fashion-MNIST']['device']}, for 64 features: {sizes}. "
         "Times are from the call to the result. Memory is the largest beyond inputs and results. In brackets the goal, "
         f"where it is missed; one row from a CUDA graph should take {GRAPH_GOAL} ms:\n\n{table(rows, columns)}"
+    )
+
+
+def layers_and_network(part: Row) -> str:
+    """What earlier layers cost, and a network in a ``TrustedModel`` beside the network alone."""
+    columns: list[Column] = [
+        ("rows", "rows", "{:,}"),
+        ("head", "without", "{:.3g} ms"),
+        ("head with layers", "with", "{:.3g} ms"),
+    ]
+    trusted = part["trusted"]
+    more = trusted["trusted"] / trusted["network"] - 1.0
+    return (
+        f"With {len(part['widths'])} earlier layers of {', '.join(map(str, part['widths'][:-1]))} and "
+        f"{part['widths'][-1]} features on the same device:\n\n{table(part['rows'], columns)}\n\n"
+        f"A ResNet-18 takes {trusted['network']:.2f} ms for {trusted['rows']} pictures of 64 pixels without pooling in "
+        f"its stem, as much work as for 224 pixels with it; in a `TrustedModel` with {len(trusted['layers'])} stages "
+        f"{trusted['trusted']:.2f} ms, {more:.0%} more (goal 5%)."
     )
 
 

@@ -67,8 +67,10 @@ from sepc_torch.model.queries import (
     check_logits,
     class_codes,
     class_columns,
+    class_indices,
     feature_columns,
     points_as_tensor,
+    refuse_bad_rows,
     refuse_undefined_logits,
     rows_without_prediction,
     select_row,
@@ -77,7 +79,7 @@ from sepc_torch.model.queries import (
 from sepc_torch.model.rules import TrainingCounts
 from sepc_torch.model.sepc import SEPC, NanPolicy
 from sepc_torch.partitioning.cells import ledger
-from sepc_torch.shapes import Array, Float, Int
+from sepc_torch.shapes import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
     from sepc_torch.head.fit import PartitionOptions
@@ -365,8 +367,10 @@ class TrustHead(nn.Module):
         rows = self._layer_rows(layers, z.shape[0])  # len would fix the number of rows in an exported graph
         if any(x.device != z.device for x in rows):
             raise ValueError(f"The layers must be on the device of the embeddings, {z.device}.")
+        missing = None
         if logits is None:
-            of_head, of_network = sepc.judge(points, labels)
+            given = None if labels is None else class_indices(labels, self.classes, z.shape[0], sepc.codes.device)
+            of_head, of_network = sepc.judge(points, given, checked=True)
             measured = _measure(evidence, calibration, z, of_network.label, rows)
         else:
             check_logits(logits, (z.shape[0], len(self.classes)), z.device)
@@ -377,12 +381,11 @@ class TrustHead(nn.Module):
             measured = _measure(evidence, calibration, z, label, rows)
             branches.join()
             if missing is not None:
-                if sepc.nan_policy == "raise" and can_synchronize(missing):
-                    refuse_undefined_logits(logits, _REMEDY)
                 of_network = without_missing(of_network, missing)
         invalid, label = flagged(of_head.label), of_network.label
         known = *of_head, label, of_network.trust, of_network.margin
         if measured is None:
+            _refuse(sepc, invalid, missing, logits, z.dtype)
             unknown = torch.full(label.shape, torch.nan, device=label.device)
             return HeadPrediction(*known, unknown, unknown, unknown, unknown, unknown, torch.zeros_like(invalid))
         assert calibration is not None
@@ -400,6 +403,7 @@ class TrustHead(nn.Module):
             group=groups,
             dtype=z.dtype,
         )
+        _refuse(sepc, invalid, missing, logits, z.dtype)
         return HeadPrediction(*known, *calibrated)
 
     def _parts(self) -> tuple[SEPC, Evidence | None, Calibration | None]:
@@ -1529,6 +1533,28 @@ def _measure(
     if evidence is None or calibration is None:
         return None
     return evidence.measure(z, label if calibration.done else None, layers)
+
+
+def _refuse(
+    sepc: SEPC, invalid: Bool[Tensor, "B"], missing: Bool[Tensor, "B"] | None, logits: Tensor | None, dtype: torch.dtype
+) -> None:
+    """Raise an error for rows that cannot be judged, unless they are to be flagged.
+
+    The check waits for the device once, when all work of the batch is queued there.
+
+    Args:
+        sepc: The classifier, which holds the policy.
+        invalid: Rows whose embedding has no finite distance.
+        missing: Rows whose logits give no label, among them those of undefined logits; None if there are none.
+        logits: The logits.
+        dtype: The dtype of the embeddings.
+    """
+    if sepc.nan_policy != "raise" or not can_synchronize(invalid):
+        return
+    if bool((invalid if missing is None else invalid | missing).any()):
+        refuse_bad_rows(invalid, dtype)
+        if logits is not None:
+            refuse_undefined_logits(logits, _REMEDY)
 
 
 def judge_rows(

@@ -201,7 +201,8 @@ class SEPC(Derived):
         """Predict for the model's own labels and for given labels, by default the model's own.
 
         Rule, distance and nearest ellipsoid are equal in both predictions. With ``checked`` the caller guarantees valid
-        indices, so their validation, which synchronises with a GPU, is skipped.
+        indices and refuses rows without a finite distance itself: the checks here, which synchronise with a GPU, are
+        skipped.
         """
         if label is not None:
             label = label.long() if checked else self._indices(label, z)
@@ -211,7 +212,7 @@ class SEPC(Derived):
             own, given = self._by_torch(z, label)
         else:
             own, given = self._by_kernel(z, label, kernels)
-        if self.nan_policy == "raise":
+        if not checked:
             self._refuse_bad_rows(own.label < 0, z.dtype)
         return own, given
 

@@ -114,9 +114,12 @@ class CombinedScore(nn.Module):
         return combined_score(log_share, self.weights, self.bulk_end)
 
     def tails(self) -> Float[Tensor, "S1 4"]:
-        """Constants of the tails of all kinds and, last, of the combined score; see :func:`tail_constants`."""
-        kinds = tail_constants(self.ordered.double())
-        return torch.cat([kinds, tail_constants(self.combined.double()).unsqueeze(0)])
+        """Constants of the tails of all kinds and, last, of the combined score; see :func:`tail_constants`.
+
+        They are computed on the CPU: devices round sums differently, and a loaded head must equal the saved one.
+        """
+        kinds, combined = (tail_constants(x.double().cpu()) for x in (self.ordered, self.combined))
+        return torch.cat([kinds, combined.unsqueeze(0)]).to(self.ordered.device)
 
 
 def combined_score(

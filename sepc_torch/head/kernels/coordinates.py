@@ -1,7 +1,8 @@
-r"""Coordinate kernels: all projections of embeddings in one launch, and the Mahalanobis distance to the nearest mean.
+r"""Coordinate kernels: all projections of embeddings in one launch, the distance to the nearest mean, means of maps.
 
 A program of ``_project`` takes a block of rows and a block of output columns, in float64. Every batch uses the same
 tiles, so the coordinates of a row do not depend on its batch. ``_nearest_mean`` compares one row with all class means.
+``_average`` takes the mean of some channels of one map or sequence over its positions.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sepc_torch.head.kernels.tables import COLUMNS, GaussianTables, LinearTables
-from sepc_torch.model.kernels.launch import Launcher, aligned, jit
+from sepc_torch.model.kernels.launch import Launcher, aligned, int_kind, jit
 from sepc_torch.shapes import Float
 
 # Rows of a program and features of a product: the fastest tiles for a row and for 2^17 rows (measured on an H200).
 _ROWS, _FEATURES = 16, 16
 # Class means that are compared at a time.
 _MEANS = 16
+# Channels and positions of a tile of a map: among the fastest for maps of 8 to 64 pixels in either layout, 2 to 6
+# times as fast as torch's mean in float64 (measured on an H200).
+_CHANNELS, _POSITIONS = 16, 64
 
 
 @jit(do_not_specialize=["points", "dim", "row_stride"])
@@ -114,7 +118,40 @@ def _squares(white, means, c, i, classes, dim):
     return tl.sum(apart * apart, axis=1)
 
 
-_launch_project, _launch_mean = Launcher(_project), Launcher(_nearest_mean)
+@jit(do_not_specialize=["channels", "positions", "step", "channel_step", "position_step"])
+def _average(
+    x, out, channels, positions, step, channel_step, position_step,
+    dense: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * rows + tl.arange(0, rows)
+    p = tl.arange(0, columns)
+    # Steps of 1 that the compiler knows let it load neighbours together.
+    beside_c = c.to(tl.int64) if dense == 1 else c.to(tl.int64) * channel_step
+    total = tl.zeros([rows, columns], tl.float64)
+    for begin in range(0, positions, columns):
+        there = (c < channels)[:, None] & (begin + p < positions)[None, :]
+        beside_p = (begin + p).to(tl.int64) if dense == 2 else (begin + p).to(tl.int64) * position_step
+        total += tl.load(x + b * step + beside_c[:, None] + beside_p[None, :], mask=there, other=0.0).to(tl.float64)
+    mean = tl.sum(total, axis=1) / positions
+    tl.store(out + b * channels + c, mean.to(tl.float32), mask=c < channels)
+
+
+_launch_project, _launch_mean, _launch_average = Launcher(_project), Launcher(_nearest_mean), Launcher(_average)
+
+
+def mean_of_positions(x: Float[Tensor, "B C P"]) -> Float[Tensor, "B C"]:
+    """The mean over the positions, summed in float64 in an order that does not depend on the batch."""
+    count, channels, positions = x.shape
+    out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
+    steps = x.stride()
+    dense = 2 if steps[2] == 1 else 1 if steps[1] == 1 else 0
+    if count:
+        _launch_average(
+            (count, -(-channels // _CHANNELS), 1), (x.dtype, aligned(x), *(int_kind(step)[2] for step in steps)),
+            (x, out, channels, positions, *steps), (dense, _CHANNELS, _POSITIONS), num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def project(

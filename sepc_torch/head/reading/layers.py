@@ -12,10 +12,13 @@ from torch import Tensor
 from sepc_torch.data.arrays import rows_per_chunk
 from sepc_torch.data.labels import check_one_label_per_row
 from sepc_torch.head.reading.moments import EmbeddingMoments
+from sepc_torch.model.kernels.launch import available, on_device
 from sepc_torch.shapes import Array, Float
 
 # Positions of a map or of a sequence, by the number of dimensions of the activations.
 _POSITIONS = {2: (), 3: (1,), 4: (2, 3)}
+# Dtypes of maps for which there is a CUDA kernel.
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class LayerMoments:
@@ -108,8 +111,15 @@ def layer_rows(values: Any, name: str) -> Float[Tensor, "B D"]:
             "(B, T, C)."
         )
     x = x if x.is_floating_point() else x.float()
-    positions = _POSITIONS[x.dim()]
-    return x.mean(dim=positions, dtype=torch.float64).to(x.dtype) if positions else x
+    if not (positions := _POSITIONS[x.dim()]):
+        return x
+    graph = torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad)
+    if x.dtype in _KERNEL_DTYPES and not graph and available(x):
+        from sepc_torch.head.kernels.coordinates import mean_of_positions
+
+        with on_device(x):
+            return mean_of_positions(x.flatten(2) if len(positions) == 2 else x.transpose(1, 2))
+    return x.mean(dim=positions, dtype=torch.float64).to(x.dtype)
 
 
 def layers_in_order(
