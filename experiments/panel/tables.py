@@ -360,7 +360,7 @@ def held_out(results: Row) -> str:
         ("rows to fit, calibrate, test", lambda r: ", ".join(spaced(n) for n in r["runs"][0]["rows"].values())),
         *((f"{q.title}: {q.unit}", compared(q)) for q in QUESTIONS if q.kind != "calibration"),
         ("accepted, broken: ours", promised("head")),
-        ("max softmax", promised("softmax")),
+        ("accepted, broken: max softmax", promised("softmax")),
     ]
     names = dict.fromkeys(run["set"] for run in results["runs"])
     networks = [{"set": name, "runs": [run for run in results["runs"] if run["set"] == name]} for name in names]
@@ -698,6 +698,21 @@ def openood(results: Row) -> str:
         own = [row for row in results["rows"] if row["set"] == name]
         texts += [table(own, auroc), table(own, others)]
     return "\n\n".join(texts)
+
+
+def strong_networks(results: Row) -> str:
+    """The AUROC of unknowns on networks by OpenOOD's recipe, beside the best score of the last layer, in a sentence."""
+    found = []
+    for name in dict.fromkeys(row["set"] for row in results["rows"]):
+        rows = {row["score"]: row for row in results["rows"] if row["set"] == name}
+        others = [row for score, row in rows.items() if not score.startswith("head")]
+        ours, best = (
+            " / ".join(f"{max(row[kind][0] for row in some) / 100:.3f}" for kind in ("near_auroc", "far_auroc"))
+            for some in ([rows["head_layers"]], others)
+        )
+        found.append(f"{ours} on {_SETS[name]} (best others {best})")
+    link = "[earlier layers](docs/panel.md#networks-by-openoods-recipe)"
+    return f"ResNet-18 with {link}, near / far unknowns: {', '.join(found)}."
 
 
 # Names of the sets of pictures.
