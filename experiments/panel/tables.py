@@ -685,15 +685,17 @@ def openood(results: Row) -> str:
             f"{spaced(rows['train'])} rows to fit, {spaced(rows['calibration'])} to calibrate, "
             f"{spaced(rows['test'])} to test. AUROC of unknowns:"
         )
-        parts: list[Column] = [
-            (_SETS[part], unknowns(name, part)) for part in sorted(runs[0]["scores"]["head"]["unknowns"])
-        ]
+        near, far = (
+            [(_SETS[part], unknowns(name, part)) for part in parts if part != name]
+            for parts in (("cifar10", "cifar100", "tin"), ("mnist", "textures"))
+        )
         auroc: list[Column] = [
             ("score", "title"),
             ("near", spread("near_auroc", ".1f")),
             ("near, published", lambda row: None if row["published"] is None else float(row["published"][0]), "{:.1f}"),
+            *near,
             ("far", spread("far_auroc", ".1f")),
-            *parts,
+            *far,
         ]
         own = [row for row in results["rows"] if row["set"] == name]
         texts += [table(own, auroc), table(own, others)]
@@ -719,9 +721,9 @@ def strong_networks(results: Row) -> str:
 _SETS = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
+    "tin": "Tiny ImageNet",
     "mnist": "MNIST",
     "textures": "textures",
-    "tin": "Tiny ImageNet",
 }
 
 
