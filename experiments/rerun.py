@@ -3,6 +3,7 @@
     SEPC_DATA=... python -m experiments.rerun          # a night on a CPU; make results does the same
     SEPC_DATA=... python -m experiments.rerun --gpu    # what needs a CUDA device
     python -m experiments.rerun --list                 # only show the commands
+    make results ARGS="--jobs 16"                      # several scripts at a time
 
 The output of a script goes to build/results. A script that fails keeps its stored result; the others go on, and the
 exit code is 1. A run that was stopped goes on where it ended, since results on the present sources are left out.
@@ -11,11 +12,13 @@ exit code is 1. A run that was stopped goes on where it ended, since results on 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from experiments.harness import RESULTS, SOURCES, load
@@ -31,6 +34,8 @@ GPU = {
 }
 # Options of those that also measure on a CPU.
 CPU: dict[str, list[str]] = {"solvers.bench_layers": [], "speed.bench_head": ["--only", "cpu,compile"]}
+# Beginnings of the names of scripts that publish times: nothing may run beside them.
+TIMED = ("speed.", "serving.", "solvers.", "paper.adult", "paper.complexity", "paper.peers", "panel.head_defaults")
 
 
 def commands(results: Mapping[str, Mapping[str, Any]], files: Files, *, gpu: bool, every: bool = False) -> list[str]:
@@ -53,22 +58,33 @@ def commands(results: Mapping[str, Mapping[str, Any]], files: Files, *, gpu: boo
     return [shlex.join(["python", "-m", f"experiments.{name}", *options.get(name, [])]) for name in sorted(scripts)]
 
 
-def run(lines: Iterable[str]) -> list[str]:
-    """Run commands; return those that failed."""
+def run(lines: Iterable[str], jobs: int = 1) -> list[str]:
+    """Run commands, at most ``jobs`` at a time; return those that failed.
+
+    Scripts that publish times run after the others, one after the other. Beside others a script has one thread.
+    """
     folder = ROOT / "build" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for line in lines:
+
+    def failed(line: str, more: Mapping[str, str]) -> bool:
         begun = time.perf_counter()
         print(f"{time.strftime('%H:%M')} {line}", flush=True)
         log = folder / f"{script_of(line)}.log"
         with log.open("w") as out:
-            ended = subprocess.run([sys.executable, *shlex.split(line)[1:]], cwd=ROOT, stdout=out, stderr=out)
-        if ended.returncode:
-            failed.append(line)
+            command = [sys.executable, *shlex.split(line)[1:]]
+            ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **more}, stdout=out, stderr=out)
         state = f"failed, see {log.relative_to(ROOT)}" if ended.returncode else "done"
-        print(f"      {state} after {time.perf_counter() - begun:.0f} s", flush=True)
-    return failed
+        print(f"      {script_of(line)} {state} after {time.perf_counter() - begun:.0f} s", flush=True)
+        return bool(ended.returncode)
+
+    beside: list[str] = []
+    alone: list[str] = []
+    for line in lines:
+        (alone if jobs == 1 or script_of(line).startswith(TIMED) else beside).append(line)
+    with ThreadPoolExecutor(jobs) as pool:
+        states = list(pool.map(lambda line: failed(line, {"OMP_NUM_THREADS": "1"}), beside))
+    states += [failed(line, {}) for line in alone]
+    return [line for line, bad in zip([*beside, *alone], states, strict=True) if bad]
 
 
 def main() -> None:
@@ -76,13 +92,16 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="run the scripts that need a CUDA device")
     parser.add_argument("--all", action="store_true", help="also renew results on the present sources")
     parser.add_argument("--list", action="store_true", help="show the commands and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="scripts that run at a time; those with times run alone")
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
     results = {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*.json"))}
     lines = commands(results, SOURCES, gpu=options.gpu, every=options.all)
     if options.list:
         print("\n".join(lines) or "All results were measured on the present sources.")
         return
-    failed = run([*lines, "python -m experiments.report"])
+    failed = run(lines, options.jobs) + run(["python -m experiments.report"])
     if failed:
         sys.exit(f"{len(failed)} of {len(lines) + 1} commands failed: {'; '.join(failed)}")
 

@@ -489,5 +489,24 @@ def test_a_script_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monke
     (tmp_path / "experiments" / "__init__.py").touch()
     (tmp_path / "experiments" / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "experiments" / "good.py").write_text("print('measured')")
-    assert rerun.run(f"python -m experiments.{name}" for name in ("bad", "good")) == ["python -m experiments.bad"]
-    assert (tmp_path / "build/results/good.log").read_text() == "measured\n"
+    for jobs in (1, 2):
+        lines = (f"python -m experiments.{name}" for name in ("bad", "good"))
+        assert rerun.run(lines, jobs) == ["python -m experiments.bad"]
+        assert (tmp_path / "build/results/good.log").read_text() == "measured\n"
+
+
+def test_scripts_run_at_a_time_and_those_with_times_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rerun, "ROOT", tmp_path)
+    (tmp_path / "experiments" / "speed").mkdir(parents=True)
+    scripts = {
+        "__init__": "",
+        "speed/__init__": "",
+        # It ends only if the second one runs beside it.
+        "first": "import os, time\nwhile not os.path.exists('begun'): time.sleep(0.01)\nopen('first', 'w')",
+        "second": "open('begun', 'w')",
+        "speed/third": "import os; assert os.path.exists('first') and os.path.exists('begun')",
+    }
+    for name, code in scripts.items():
+        (tmp_path / "experiments" / f"{name}.py").write_text(code)
+    lines = [f"python -m experiments.{name.replace('/', '.')}" for name in ("speed/third", "first", "second")]
+    assert rerun.run(lines, jobs=2) == []
