@@ -141,16 +141,16 @@ def _answers(rows: list[Row]) -> str:
     return table([row for row in rows if row["question"].kind != "calibration"], columns)
 
 
-def answers(results: Row, later: Row) -> str:
+def answers(results: Row) -> str:
     """The networks and the tables of numbers apart, a row for every question."""
     texts = []
     for networks in (True, False):
         texts.append(f"{'Networks' if networks else 'Tables'} ({', '.join(panel.set_names(results, networks))}):")
-        texts.append(_answers(panel.answers(panel.with_later(results, later), networks)))
+        texts.append(_answers(panel.answers(results, networks)))
     return "\n\n".join(texts)
 
 
-def overview(results: Row, later: Row, held: Row, head: Row, strong: Row) -> str:
+def overview(results: Row, held: Row, head: Row, strong: Row) -> str:
     """The answers on networks that nobody tuned on, on strong networks, and on tables; then the speed of a head."""
     largest = head["parts"]["gpu"]["rows"][-1]
     names = panel.set_names(results, networks=False)
@@ -161,7 +161,7 @@ def overview(results: Row, later: Row, held: Row, head: Row, strong: Row) -> str
             _answers(panel.answers(panel.of_parts(held), networks=False)),
             panel.strong_networks(strong),
             f"{len(names)} tables, looked at during the [design](docs/panel.md#networks-and-tables-apart):",
-            _answers(panel.answers(panel.with_later(results, later), networks=False)),
+            _answers(panel.answers(results, networks=False)),
             "Means; a larger AUROC is better. A GPU judges "
             f"{largest['rows'] / largest['head'] / 1e3:.0f} million rows/s ([speed](docs/speed.md)).",
         ]
@@ -213,9 +213,7 @@ def speed_summary(head: Row, classes: Row) -> str:
 
 ALL = tuple(path.stem for path in sorted(RESULTS.glob("*.json")))
 PAGES: dict[str, dict[str, Section]] = {
-    "README.md": {
-        "overview": Section(overview, ("trust_panel", "later_scores", "networks", "bench_head", "openood"), dated=False)
-    },
+    "README.md": {"overview": Section(overview, ("trust_panel", "networks", "bench_head", "openood"), dated=False)},
     "docs/measurements.md": {
         "power": Section(promises.power, ("power",)),
         "power_rows": Section(promises.power_rows, ("power",), dated=False),
@@ -230,15 +228,14 @@ PAGES: dict[str, dict[str, Section]] = {
         "active": Section(labels.active, ("active_learning",)),
         "monitor_cost": Section(labels.MONITOR_COST, ("lightning_digits",)),
         "files": Section(speed.FILES, ("bench_files",)),
-        "large_fits": Section(speed.large_fits, ("large_fits",)),
     },
     "docs/panel.md": {
         "summary": Section(panel.summary, ("trust_panel",)),
-        "answers": Section(answers, ("trust_panel", "later_scores")),
+        "answers": Section(answers, ("trust_panel",)),
         "held_out": Section(panel.held_out, ("networks",)),
     },
     "docs/panel_tables.md": {
-        "groups": Section(panel.groups, ("trust_panel", "later_scores")),
+        "groups": Section(panel.groups, ("trust_panel",)),
         "panel": Section(panel.panel, ("trust_panel",)),
         "chosen_without": Section(panel.chosen_without, ("leave_one_out",)),
         "evidence_kinds": Section(panel.evidence_kinds, ("evidence_kinds",)),

@@ -23,7 +23,6 @@ from experiments.panel import scores
 from experiments.paper import complexity, iris, overlapping, toy_sets
 from experiments.paper import tables as paper_tables
 from experiments.paper.partitions import agreement, agreement_of_solvers, ellipsoids_per_class
-from experiments.speed import large_fits
 from sepc_torch import Kind, partition
 from sepc_torch.metrics import aurc, unknown_auroc
 
@@ -174,28 +173,6 @@ def test_gaussian_ellipses_hold_their_share(rng: np.random.Generator) -> None:
 def test_the_exponent_of_a_power(rng: np.random.Generator) -> None:
     power, sizes = float(rng.uniform(0.2, 3)), (10, 30, 100, 300, 1000)
     assert complexity.exponent(sizes, [2e-3 * n**power for n in sizes]) == pytest.approx(power)
-
-
-def test_the_cost_of_a_class_is_recovered(rng: np.random.Generator) -> None:
-    own, rest = rng.uniform(1e-7, 1e-4, size=2).tolist()
-    rows = [{"own": n, "rest": m, "cpu_s": own * n + rest * m} for n in (10, 200, 3000) for m in (500, 70_000)]
-    found = large_fits.coefficients(rows)
-    assert [found["own_s"], found["rest_s"]] == pytest.approx([own, rest])
-    assert found["largest_error"] < 1e-9
-
-
-def test_free_workers_take_the_longest_task(rng: np.random.Generator) -> None:
-    # Graham's example: the longest task first gives 7, one more than the best order.
-    assert large_fits.wall_time(np.array([2.0, 3.0, 2.0, 3.0, 2.0]), workers=2) == 7.0
-    seconds = rng.exponential(size=40)
-    assert large_fits.wall_time(seconds, workers=1) == pytest.approx(seconds.sum())
-    assert large_fits.wall_time(seconds, workers=40) == seconds.max()
-
-
-def test_a_sample_is_screened_and_sent_instead_of_all_points() -> None:
-    found = large_fits.simulate({"own_s": 3.0, "rest_s": 1.0}, np.array([100, 4]), cap=10)
-    assert found["points_bytes"] == 14 * 32 * 8
-    assert found["cpu_s"] == (3 * 10 + 4) + (3 * 4 + 10)
 
 
 def test_sections_are_rewritten_between_their_markers() -> None:

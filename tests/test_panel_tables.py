@@ -1,4 +1,4 @@
-"""Tables of the panel: networks and tables of numbers apart, later scores, the words about the partition."""
+"""Tables of the panel: networks and tables of numbers apart, the words about the partition."""
 
 from __future__ import annotations
 
@@ -77,18 +77,6 @@ def test_comparisons_are_counted_in_their_group() -> None:
     assert answer(networks, "mistakes")["counts"] == (1, 0, 0)
     assert answer(networks, "near unknowns")["counts"] == (0, 1, 0)
     assert answer(numbers, "mistakes")["counts"] == (0, 0, 1)
-
-
-def test_later_scores_stand_beside_the_stored_ones_on_networks_alone() -> None:
-    results = result(run("cifar10", ["x"], 0.2, 0.5, 0.3, 0.4), run("letter", [], 0.2, 0.5, 0.3, 0.4))
-    later = {"peers": {"new": "New"}, "runs": [{"set": "cifar10", "near": ["x"], "figures": {"naurc": {"new": 0.1}}}]}
-    both = tables.with_later(results, later)
-    found = answer(tables.answers(both, True), "mistakes")
-    assert (found["title"], found["rank"], found["scores"]) == ("New", 2, 5)
-    assert answer(tables.answers(both, False), "mistakes")["scores"] == 4
-    text = tables.groups(results, later)
-    assert text.count("| New |") == 1
-    assert "**0.100** New" in text
 
 
 @pytest.mark.parametrize("change", [[0.001, -0.001, 0.003], [0.01, 0.005, 0.015], [-0.01, -0.015, -0.005]])

@@ -195,14 +195,9 @@ def _caption(results: Row) -> str:
     )
 
 
-def with_later(results: Row, later: Row) -> Row:
-    """The panel together with the scores that were added after its run; those have figures on the networks alone."""
-    return results | {"peers": results["peers"] | later["peers"], "runs": results["runs"] + later["runs"]}
-
-
-def groups(panel: Row, later: Row) -> str:
+def groups(results: Row) -> str:
     """The networks and the tables of numbers apart: ours, the best other score, the difference and the rank."""
-    results, texts = with_later(panel, later), []
+    texts = []
     for networks in (True, False):
         columns: list[Column] = [
             ("question", lambda q: f"{q['question'].title}: {q['question'].unit}"),
@@ -712,9 +707,9 @@ def strong_networks(results: Row) -> str:
             " / ".join(f"{max(row[kind][0] for row in some) / 100:.3f}" for kind in ("near_auroc", "far_auroc"))
             for some in ([rows["head_layers"]], others)
         )
-        found.append(f"{ours} on {_SETS[name]} (best others {best})")
+        found.append(f"{ours} ({best}) on {_SETS[name]}")
     link = "[earlier layers](docs/panel.md#networks-by-openoods-recipe)"
-    return f"ResNet-18 with {link}, near / far unknowns: {', '.join(found)}."
+    return f"ResNet-18 with {link}, near / far unknowns (best other score, last layer only): {', '.join(found)}."
 
 
 # Names of the sets of pictures.

@@ -76,58 +76,6 @@ def partitions(results: Row) -> str:
     return f"{PARTITIONS(results)}\n\nGrowth from 10 000 to 50 000 points, exponents of three draws: {growth}."
 
 
-def large_fits(results: Row) -> str:
-    runs = results["runs"]
-    costs = "; ".join(
-        f"{name}: {1e6 * found['cost']['own_s']:.1f} µs for each point of the class and "
-        f"{1e6 * found['cost']['rest_s']:.1f} µs for each point of other classes, with errors of up to "
-        f"{found['cost']['largest_error']:.0%}"
-        for name, found in runs.items()
-    )
-    largest = max(r["rest"] for found in runs.values() for r in found["rows"])
-
-    def shape(row: Row) -> str:
-        return f"{round(row['rows'] / 1e6)} million x {spaced(row['classes'])}"
-
-    simulated: list[Column] = [
-        ("rows x classes", lambda r: f"{shape(r)}, {r['data']}"),
-        ("`max_per_class`", "cap"),
-        ("points", lambda r: _bytes(r["points_bytes"])),
-        ("CPU time", lambda r: _duration(r["cpu_s"])),
-        *(
-            (f"{count} workers", lambda r, count=count: _duration(r["wall_s"][count]))
-            for count in results["simulated"][0]["wall_s"]
-        ),
-    ]
-    counts: list[Column] = [
-        ("rows x classes", shape),
-        ("memory with few ellipsoids", lambda r: _bytes(r["memory_bytes"])),
-        ("memory of the counts", lambda r: _bytes(r["count_bytes"])),
-        ("CPU time of the counts", lambda r: _duration(r["count_s"])),
-    ]
-    return (
-        f"Time of a class in {results['dim']} dimensions, with up to {spaced(largest)} points of other classes: "
-        f"{costs}.\n\nSimulated from these costs, with log-normal class sizes. The points are what travels once to "
-        f"each machine (Ray) or each process (Dask):\n\n{table(results['simulated'], simulated)}\n\n"
-        f"With few ellipsoids, `partition` allocates {results['memory_copies']:.1f} copies of the points in float64 in "
-        "the calling process (measured). The counts of one ellipsoid for each class add memory (computed) and time on "
-        "one core (from the measured time for each point and ellipsoid):\n\n"
-        f"{table(results['calling_process'], counts)}"
-    )
-
-
-def _bytes(value: float) -> str:
-    return f"{value / 1e12:.1f} TB" if value >= 1e12 else f"{value / 1e9:.3g} GB"
-
-
-def _duration(seconds: float) -> str:
-    """Two digits, in the largest unit of which there are at least two."""
-    for unit, length in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{float(f'{seconds / length:.2g}'):.3g} {unit}"
-    return f"{float(f'{seconds:.2g}'):.3g} s"
-
-
 def many_classes(results: Row) -> str:
     """Fits with 100 and 1000 classes, their growth, and the solver on a GPU."""
     parts = results["parts"]
