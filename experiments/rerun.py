@@ -61,18 +61,21 @@ def commands(results: Mapping[str, Mapping[str, Any]], files: Files, *, gpu: boo
 def run(lines: Iterable[str], jobs: int = 1) -> list[str]:
     """Run commands, at most ``jobs`` at a time; return those that failed.
 
-    Scripts that publish times run after the others, one after the other. Beside others a script has one thread.
+    Scripts that publish times run after the others, one after the other. A script has one thread: libraries of linear
+    algebra spend more time on small matrices with several.
     """
     folder = ROOT / "build" / "results"
     folder.mkdir(parents=True, exist_ok=True)
 
-    def failed(line: str, more: Mapping[str, str]) -> bool:
+    def failed(line: str) -> bool:
         begun = time.perf_counter()
         print(f"{time.strftime('%H:%M')} {line}", flush=True)
         log = folder / f"{script_of(line)}.log"
         with log.open("w") as out:
             command = [sys.executable, *shlex.split(line)[1:]]
-            ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **more}, stdout=out, stderr=out)
+            ended = subprocess.run(
+                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out
+            )
         state = f"failed, see {log.relative_to(ROOT)}" if ended.returncode else "done"
         print(f"      {script_of(line)} {state} after {time.perf_counter() - begun:.0f} s", flush=True)
         return bool(ended.returncode)
@@ -82,8 +85,8 @@ def run(lines: Iterable[str], jobs: int = 1) -> list[str]:
     for line in lines:
         (alone if jobs == 1 or script_of(line).startswith(TIMED) else beside).append(line)
     with ThreadPoolExecutor(jobs) as pool:
-        states = list(pool.map(lambda line: failed(line, {"OMP_NUM_THREADS": "1"}), beside))
-    states += [failed(line, {}) for line in alone]
+        states = list(pool.map(failed, beside))
+    states += [failed(line) for line in alone]
     return [line for line, bad in zip([*beside, *alone], states, strict=True) if bad]
 
 

@@ -89,12 +89,14 @@ def measure(case: Case, choice: dict[str, Any], seed: int) -> dict[str, float]:
     figures = judge(case, scores, seed)
     group = next(iter(case.unknown))
     right = tensor(case.test.right)
+    # Rows with tied logits have no network label and rank last.
+    margin = out.network_margin.double().nan_to_num(0.0, posinf=torch.inf)
     return {
         "dim": float(head.sepc.dim),
         "ellipsoids": float(len(head.sepc.bank)),
         "accuracy": float((out.label.numpy() == case.test.y).mean()),
         "auroc_of_trust": float(failure_auroc(out.network_trust.double(), right)),
-        "auroc_of_margin": float(failure_auroc(out.network_margin.double(), right)),
+        "auroc_of_margin": float(failure_auroc(margin, right)),
         "mistakes": figures["mistakes"]["confidence"],
         "unknowns": figures[f"unknowns: {group}"]["nonconformity"],
         "both": figures[f"both: {group}"]["joint"],

@@ -709,7 +709,7 @@ def strong_networks(results: Row) -> str:
         )
         found.append(f"{ours} ({best}) on {_SETS[name]}")
     link = "[earlier layers](docs/panel.md#networks-by-openoods-recipe)"
-    return f"ResNet-18 with {link}, near / far unknowns (best other score, last layer only): {', '.join(found)}."
+    return f"ResNet-18 with {link}, near / far unknowns (best other, last layer only): {', '.join(found)}."
 
 
 # Names of the sets of pictures.
