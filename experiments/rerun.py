@@ -29,11 +29,16 @@ GPU = {
     "panel.openood": [],
     "serving.onnx_gpu": [],
     "solvers.bench_layers": ["--gpu"],
+    "speed.bench_classes": ["--only", "cores,imagenet,solver"],
     "speed.bench_gpu": [],
     "speed.bench_head": ["--only", "gpu,fashion,exactness,layers"],
 }
 # Options of those that also measure on a CPU.
-CPU: dict[str, list[str]] = {"solvers.bench_layers": [], "speed.bench_head": ["--only", "cpu,compile"]}
+CPU: dict[str, list[str]] = {
+    "solvers.bench_layers": [],
+    "speed.bench_classes": ["--only", "clinc,hundred,growth,rest"],
+    "speed.bench_head": ["--only", "cpu,compile"],
+}
 # Beginnings of the names of scripts that publish times: nothing may run beside them.
 TIMED = ("speed.", "serving.", "solvers.", "paper.adult", "paper.complexity", "paper.peers", "panel.head_defaults")
 
@@ -58,12 +63,13 @@ def commands(results: Mapping[str, Mapping[str, Any]], files: Files, *, gpu: boo
     return [shlex.join(["python", "-m", f"experiments.{name}", *options.get(name, [])]) for name in sorted(scripts)]
 
 
-def run(lines: Iterable[str], jobs: int = 1) -> list[str]:
+def run(lines: Iterable[str], jobs: int = 1, *, one_thread: bool = True) -> list[str]:
     """Run commands, at most ``jobs`` at a time; return those that failed.
 
-    Scripts that publish times run after the others, one after the other. A script has one thread: libraries of linear
-    algebra spend more time on small matrices with several.
+    Scripts that publish times run after the others, one after the other. With ``one_thread`` each script has one:
+    libraries of linear algebra spend more time on small matrices with several.
     """
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"} if one_thread else None
     folder = ROOT / "build" / "results"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -73,9 +79,7 @@ def run(lines: Iterable[str], jobs: int = 1) -> list[str]:
         log = folder / f"{script_of(line)}.log"
         with log.open("w") as out:
             command = [sys.executable, *shlex.split(line)[1:]]
-            ended = subprocess.run(
-                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out
-            )
+            ended = subprocess.run(command, cwd=ROOT, env=environ, stdout=out, stderr=out)
         state = f"failed, see {log.relative_to(ROOT)}" if ended.returncode else "done"
         print(f"      {script_of(line)} {state} after {time.perf_counter() - begun:.0f} s", flush=True)
         return bool(ended.returncode)
@@ -104,7 +108,8 @@ def main() -> None:
     if options.list:
         print("\n".join(lines) or "All results were measured on the present sources.")
         return
-    failed = run(lines, options.jobs) + run(["python -m experiments.report"])
+    # Some scripts for a GPU compare with methods that use all cores.
+    failed = run(lines, options.jobs, one_thread=not options.gpu) + run(["python -m experiments.report"])
     if failed:
         sys.exit(f"{len(failed)} of {len(lines) + 1} commands failed: {'; '.join(failed)}")
 

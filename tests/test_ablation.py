@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from experiments.panel import ablation
+from experiments.panel import ablation, head_defaults
 from experiments.panel.ablation import HALF, HEAD, KINDS, KMEANS, NOTHING, ONE, SUPPORT, Variant
 from experiments.panel.cases import Case, Rows
 from experiments.panel.scores import fitted, groups, rows_that_fit, tensor
@@ -135,3 +136,14 @@ def test_layers_are_compared_over_the_splits() -> None:
     assert [row["near"]["mean"] for row in rows] == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4])
     assert rows[-1]["near"]["change"] == pytest.approx([-0.4, -0.4, -0.4])
     assert rows[-1]["far"]["mean"] == pytest.approx(0.895)
+
+
+def test_the_defaults_rank_rows_without_a_margin_last(case: Case) -> None:
+    """Logits that tie give no label of the network, hence no margin."""
+    z, y, logits = (values[case.test.right] for values in case.test)
+    tied = np.flatnonzero(y == 1)[:10]
+    logits = logits.copy()
+    logits[tied] = 0.0
+    measured = head_defaults.measure(replace(case, test=Rows(z, y, logits)), {}, seed=0)
+    assert measured["auroc_of_margin"] == 1.0
+    assert all(np.isfinite(value) for value in measured.values())

@@ -472,6 +472,19 @@ def test_a_script_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monke
         assert (tmp_path / "build/results/good.log").read_text() == "measured\n"
 
 
+@pytest.mark.parametrize("one_thread", [True, False])
+def test_scripts_have_one_thread_or_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: bool
+) -> None:
+    monkeypatch.setattr(rerun, "ROOT", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").touch()
+    (tmp_path / "experiments" / "threads.py").write_text("import os; print(os.environ['OMP_NUM_THREADS'])")
+    assert rerun.run(["python -m experiments.threads"], one_thread=one_thread) == []
+    assert (tmp_path / "build/results/threads.log").read_text() == ("1\n" if one_thread else "7\n")
+
+
 def test_scripts_run_at_a_time_and_those_with_times_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerun, "ROOT", tmp_path)
     (tmp_path / "experiments" / "speed").mkdir(parents=True)

@@ -25,7 +25,6 @@ the network of a file is exactly what its numbers say.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -132,8 +131,10 @@ class Lite(nn.Module):
     """The pooled features of an EfficientNet-Lite."""
 
     def __init__(self, name: str) -> None:
+        from efficientnet_lite_pytorch import EfficientNet
+
         super().__init__()
-        self.network = importlib.import_module("efficientnet_lite_pytorch").EfficientNet.from_name(name)
+        self.network = EfficientNet.from_name(name)
 
     def forward(self, x: Tensor) -> Tensor:
         """The embedding (B, 1280)."""
@@ -447,11 +448,11 @@ def of_texts(
 
 def token_means(weights: Path) -> Callable[[list[str]], Array]:
     """WordLlama's sentence embedding: the mean of the vectors of a text's tokens."""
-    vectors = importlib.import_module("safetensors.numpy").load_file(weights / "l2_supercat_256.safetensors")
-    table = vectors["embedding.weight"].astype(np.float32)
-    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(
-        str(weights / "l2_supercat_tokenizer_config.json")
-    )
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    table = load_file(weights / "l2_supercat_256.safetensors")["embedding.weight"].astype(np.float32)
+    tokenizer = Tokenizer.from_file(str(weights / "l2_supercat_tokenizer_config.json"))
 
     def embed(texts: list[str]) -> Array:
         found = tokenizer.encode_batch(texts, add_special_tokens=False)

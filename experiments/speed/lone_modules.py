@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from types import ModuleType
@@ -25,7 +24,9 @@ def lone_module(name: str) -> Any:
         package = ".".join([first, *rest[:depth]])
         if package not in sys.modules:
             _empty_package(package, "/".join([sys.modules[first].__path__[0], *rest[:depth]]))
-    return importlib.import_module(name)
+    # After importlib.import_module, a stamp would cover every module in this folder (see experiments/provenance.py).
+    __import__(name)
+    return sys.modules[name]
 
 
 def _empty_package(name: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables of docs/speed.md and docs/large_fits.md, but for those of the CUDA kernels."""
+"""Tables of docs/speed_tables.md and of files in docs/measurements.md, but for those of the CUDA kernels."""
 
 from __future__ import annotations
 

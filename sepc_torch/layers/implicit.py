@@ -28,6 +28,7 @@ from sepc_torch.layers.interior_point import (
     interior_point,
     screened,
 )
+from sepc_torch.partitioning.processes import one_thread
 from sepc_torch.shapes import Bool, Float
 
 # The gap to which the offline solver certifies its result before the crossover: Newton's method then starts with eight
@@ -71,8 +72,12 @@ def _replaced(found: Solution, index: Tensor, by: Solution) -> Solution:
     return Solution(*(a.index_copy(0, index, b) for a, b in zip(found, by, strict=True)))
 
 
+@one_thread()
 def _one_by_one(y: Float[Tensor, "B M D"], mask: Bool[Tensor, "B M"]) -> Solution:
-    """Solve each set by the offline solver; a set on which its linear algebra fails is returned without weights."""
+    """Solve each set by the offline solver; a set on which its linear algebra fails is returned without weights.
+
+    The matrices are small: threads of BLAS would wait for each other longer than one of them computes.
+    """
     from sepc_torch.solvers.d_optimal import Design  # imports SciPy, which the batched method does not need
 
     count, points, dim = y.shape
