@@ -63,23 +63,25 @@ PARTS = {
 }
 
 
-def drawn_rows(shape: Shape, rng: np.random.Generator, rows: int = ROWS) -> pa.Table:
+def drawn_rows(shape: Shape, rng: np.random.Generator) -> pa.Table:
     """Rows of three overlapping Gaussian classes."""
-    codes = rng.integers(0, len(CLASSES), rows)
+    codes = rng.integers(0, len(CLASSES), ROWS)
     means = np.random.default_rng(0).normal(0.0, 6.0 / shape.numbers**0.5, (len(CLASSES), shape.numbers))
     # Six digits, as such files have.
-    x = np.round(means[codes] + rng.normal(size=(rows, shape.numbers)), 6)
+    x = np.round(means[codes] + rng.normal(size=(ROWS, shape.numbers)), 6)
     columns: dict[str, Any] = {f"x{j}": x[:, j] for j in range(shape.numbers)}
     if shape.categories:
-        columns["colour"] = np.array(["red", "green", "blue"])[(codes + rng.integers(0, 2, rows)) % 3]
-        columns["kind"] = np.array(["a", "b", "c"])[rng.integers(0, 3, rows)]
+        columns["colour"] = np.array(["red", "green", "blue"])[(codes + rng.integers(0, 2, ROWS)) % 3]
+        columns["kind"] = np.array(["a", "b", "c"])[rng.integers(0, 3, ROWS)]
     return pa.table({**columns, "y": CLASSES[codes]})
 
 
-def write_files(shape: Shape, folder: Path, gigabytes: float, kinds: Sequence[str]) -> tuple[dict[str, Path], int]:
+def write_files(
+    shape: Shape, folder: Path, gigabytes: float, kinds: Sequence[str], seed: int = 1
+) -> tuple[dict[str, Path], int]:
     """Write files of the same rows in these formats, the CSV file of a given size; return them and the rows."""
-    rng = np.random.default_rng(1)
-    paths = {kind: folder / f"rows.{kind.lower()}" for kind in kinds}
+    rng = np.random.default_rng(seed)
+    paths = {kind: folder / f"rows{seed}.{kind.lower()}" for kind in kinds}
     writers = {"CSV": pa.csv.CSVWriter, "Parquet": pa.parquet.ParquetWriter}
     table, rows = drawn_rows(shape, rng), 0
     with ExitStack() as stack:
@@ -112,7 +114,7 @@ def measured(*command: object) -> dict[str, float]:
 def measure(part: Part) -> Iterator[dict[str, Any]]:
     """Fit to CSV, score CSV and Parquet, calibrate with CSV; for the small model only fit and score CSV.
 
-    The same rows fit, calibrate and are scored: only time and memory are measured here.
+    The same rows fit and are scored: only time and memory are measured here. Calibration refuses them and has others.
     """
     shape, gigabytes, max_rows = part
     whole = max_rows is None
@@ -125,12 +127,15 @@ def measure(part: Part) -> Iterator[dict[str, Any]]:
             ("fit", "CSV", ("-o", model, *limit)),
             ("score", "CSV", ("-o", scores.with_suffix(".csv"))),
         ]
+        others = paths
         if whole:
+            others, _ = write_files(shape, folder, gigabytes, ("CSV",), seed=2)
             steps += [("score", "Parquet", ("-o", scores.with_suffix(".parquet"))), ("calibrate", "CSV", ())]
         for command, kind, options in steps:
             described = {"command": command, "format": kind, "shape": shape.name, "rows": rows, "max_rows": max_rows}
-            given = (paths[kind],) if command == "fit" else (model, paths[kind])
-            size = paths[kind].stat().st_size / 1e9
+            file = (others if command == "calibrate" else paths)[kind]
+            given = (file,) if command == "fit" else (model, file)
+            size = file.stat().st_size / 1e9
             yield described | {"gb": size} | measured(command, *given, "-l", "y", *options)
 
 
@@ -139,10 +144,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=LARGEST, help="size of the largest CSV file")
     options = parser.parse_args()
     if options.smoke:
-        with tempfile.TemporaryDirectory() as name:
-            data, model = Path(name, "rows.csv"), Path(name, "model")
-            pa.csv.write_csv(drawn_rows(SHAPES[0], np.random.default_rng(1), 500), data)
-            print(measured("fit", data, "-l", "y", "-o", model))
+        for row in measure(Part(SHAPES[0], 1e-4, None)):
+            print(row)
         return
     for name in options.only:
         part = PARTS[name]._replace(gigabytes=options.gigabytes) if name == "largest" else PARTS[name]
