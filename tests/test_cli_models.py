@@ -22,7 +22,7 @@ from sepc_torch.data.table_classifier import Trees, leading
 from sepc_torch.data.table_encoding import TableEncoding, plain_number, row_hashes
 from sepc_torch.serving.mlflow import PyfuncHead, input_example
 from sepc_torch.serving.scorer import Scorer
-from sepc_torch.sklearn.tables import fit_classifier, frozen_boosting, frozen_forest
+from sepc_torch.sklearn.tables import fit_classifier, frozen_boosting, frozen_forest, right_shares
 
 Rng = np.random.Generator
 
@@ -138,6 +138,56 @@ def test_all_uses_of_a_head_take_the_logits_of_its_classifier(folder: Path, tmp_
     )
 
 
+class TestDefaultModel:
+    """Without --model, the better of boosting and logistic regression on folds of the rows that fit."""
+
+    def of(self, frame: pd.DataFrame, tmp_path: Path) -> dict[str, Any]:
+        frame.to_csv(tmp_path / "d.csv", index=False)
+        found: dict[str, Any] = json.loads(
+            succeed("fit", tmp_path / "d.csv", "-l", "answer", "-o", tmp_path / "m", "--json")
+        )
+        kind = max(found["compared"], key=found["compared"].get)
+        assert found["classifier"] == kind
+        classifier = TrustHead.load(tmp_path / "m.safetensors").classifier
+        assert classifier is not None
+        assert classifier.kind == kind
+        return found
+
+    def test_many_classes_of_embeddings(self, rng: Rng, tmp_path: Path) -> None:
+        codes = np.arange(360) % 30
+        x = rng.normal(size=(30, 24))[codes] + 0.6 * rng.normal(size=(360, 24))
+        found = self.of(pd.DataFrame(x).assign(answer=[f"class {code}" for code in codes]), tmp_path)
+        assert found["classifier"] == "logistic"
+        assert found["compared"]["logistic"] > 0.9
+        assert abs(found["accuracy"] - found["compared"]["logistic"]) < 0.1
+
+    def test_labels_that_no_line_separates(self, rng: Rng, tmp_path: Path) -> None:
+        x = rng.normal(size=(400, 2))
+        found = self.of(pd.DataFrame(x).assign(answer=np.where(x.prod(axis=1) > 0, "same", "other")), tmp_path)
+        assert found["classifier"] == "boosting"
+        assert found["compared"]["boosting"] > 0.8 > found["compared"]["logistic"]
+
+    def test_rows_that_belong_together_are_in_one_fold(self, rng: Rng) -> None:
+        """Copies with labels by chance: memory helps only where a copy is in another fold."""
+        copies = np.repeat(np.arange(80), 12)
+        x = {"x": rng.normal(size=80)[copies]}
+        encoding = TableEncoding.fit(x, ["x"], [])
+        given = encoding.encode(x).points, rng.integers(0, 2, 80)[copies], encoding
+        apart, together = (right_shares(["forest"], *given, groups)["forest"] for groups in (None, copies))
+        assert apart > 0.9
+        assert together < 0.75
+
+    def test_classes_of_few_rows(self, rng: Rng) -> None:
+        """A class may be missing in a fold, and nothing can be compared if a fold has one class."""
+        x = {"x": rng.normal(size=60)}
+        encoding = TableEncoding.fit(x, ["x"], [])
+        labels = np.where(np.arange(60) == 0, "rare", "usual")
+        shares = right_shares(["boosting", "logistic"], encoding.encode(x).points, labels, encoding)
+        assert shares["logistic"] == 1.0  # the fold whose other rows have one class is left out
+        labels = np.arange(60).astype(str)  # every row is a class
+        assert right_shares(["logistic"], encoding.encode(x).points, labels, encoding) == {"logistic": 0.0}
+
+
 def test_the_ellipsoids_alone_are_a_choice(folder: Path, tmp_path: Path) -> None:
     printed = succeed(
         "fit", folder / "train.csv", "-l", "answer", "--id", "name", "--model", "sepc", "-o", tmp_path / "m"
@@ -241,6 +291,10 @@ class TestColumns:
         assert found["leaks"] == ["status"]
         assert sorted(found["empty"]) == ["const", "empty", "fixed"]
         assert "column 'status' alone decides the label" in said
+        with_date = frame.assign(status=np.where(frame["answer"] == "yes", "2024-03-01", "2021-03-01"))
+        found, said = self.fit(with_date, tmp_path)  # the parts of a date are no columns of the file
+        assert found["leaks"] == ["status"]
+        assert "leave it out: --drop status" in said
         assert "column 'zip' is read as numbers; if they are names, pass --categorical zip" in said
         assert "column 'const' is left out: it holds the single value 7" in said
         found, said = self.fit(frame, tmp_path, "--id", "ID", "--drop", "status")

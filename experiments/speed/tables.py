@@ -217,8 +217,8 @@ def compiled(part: Row) -> str:
     same = f"these fields differ: {part['unequal']}" if part["unequal"] else "every field equals the plain call's"
     return (
         "`torch.compile(head)`, with the rows marked by `torch._dynamo.mark_dynamic`, takes "
-        f"{part['first_s']:.0f} s for the first call on a CPU (goal 20), "
-        f"{part['other_size_s']:.1f} s for the first batch of another size (goal 0), and then "
+        f"{part['first_s']:.0f} s for the first call on a CPU, "
+        f"{part['other_size_s']:.1f} s for the first batch of another size, and then "
         f"{1e3 * part['again_s']:.0f} ms; {same}."
     )
 

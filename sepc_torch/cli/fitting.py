@@ -25,13 +25,13 @@ from sepc_torch.cli.training_rows import (
     training_rows,
     unit_names,
 )
-from sepc_torch.data.table_encoding import category_texts, row_hashes
+from sepc_torch.data.table_encoding import category_texts, part_name, row_hashes
 from sepc_torch.data.text import printable
 from sepc_torch.head.calibration.calibration import LEAST_CALIBRATION
 from sepc_torch.head.reading.defaults import default_dim
 from sepc_torch.head.trust_head import TrustHead
 from sepc_torch.shapes import Array, Int
-from sepc_torch.sklearn.tables import check_kind, fit_classifier
+from sepc_torch.sklearn.tables import check_kind, fit_classifier, right_shares
 
 # Share of the rows that calibrate.
 _HELD = 0.25
@@ -40,6 +40,8 @@ _LEAST_DIM = 8
 # Rows that ellipsoids are fitted to where a classifier gives the labels, and the least number of each class: they then
 # describe regions, and overlapping classes take time that grows faster than their rows.
 _MOST_FITTED, _LEAST_SAMPLE = 2**12, 2**8
+# Classifiers of which the better one is the default.
+_CHOICE = ("boosting", "logistic")
 _NAMES = {"boosting": "gradient boosting", "forest": "a random forest", "logistic": "a logistic regression"}
 
 
@@ -60,7 +62,8 @@ def fit(
         str | None,
         typer.Option(
             help="Classifier that gives the labels: boosting, forest, logistic, sepc (the ellipsoids alone), or "
-            "module:object for your own estimator. Default: boosting; sepc for embeddings, unless they have --logits."
+            "module:object for your own estimator. Default: boosting or logistic, whichever labels more rows right on "
+            "folds of the rows that fit; sepc for embeddings, unless they have --logits."
         ),
     ] = None,
     risk: shell.Risk = None,
@@ -89,8 +92,8 @@ def fit(
     options = ColumnOptions(label, drop, categorical, missing, identify, logits, classes, units, na_values)
     options = options._replace(decimal=shell.decimal_mark(decimal))
     rows = training_rows(file, options, max_rows, seed)
-    if model is None:
-        model = "sepc" if rows.embeddings else "boosting"
+    if model is None and rows.embeddings:
+        model = "sepc"
     elif rows.embeddings and model != "sepc":
         raise ValueError("--model is for tables, and these rows are embeddings of a network: leave it out.")
     if identify is not None and units is None:
@@ -111,11 +114,17 @@ def fit(
     encoded = rows.encoding(train)
     points = rows.points(train, encoded)
     classifier, dim, most = None, None, None
+    compared: dict[str, float] = {}
     if model != "sepc":
         assert encoded is not None
         sizes = _sizes(rows, kept)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=ConvergenceWarning)  # the labels are measured below
+            if model is None:
+                together = unit if groups is None else groups
+                together = None if together is None else np.unique(together[kept], return_inverse=True)[1]
+                compared = right_shares(_CHOICE, points, rows.targets[kept], encoded, together, seed)
+                model = max(compared, key=lambda kind: compared[kind])  # the first of equal ones
             classifier = fit_classifier(model, points, rows.targets[kept], encoded, seed)
         least = int(sizes.min()) // 2
         dim = min(least, default_dim(sizes, points.shape[1])) if least >= _LEAST_DIM else None
@@ -150,7 +159,9 @@ def fit(
         both = encoded.columns_of(np.concatenate([points, calibrating_points]))
         order = [*(c.name for c in encoded.categories), *(c.name for c in encoded.numbers)]
         targets = np.concatenate([rows.targets[kept], rows.targets[held]])
-        leaking = leaks(both, targets, np.arange(len(both)) >= len(points), order)
+        parts = {part_name(date.name, part): date.name for date in encoded.dates for part in date.parts}
+        found = leaks(both, targets, np.arange(len(both)) >= len(points), order)
+        leaking = list(dict.fromkeys(parts.get(name, name) for name in found))  # columns as the file has them
         notes_on_leaks(leaking)
     if groups is not None:
         repeats = 1 - len(np.unique(groups)) / len(groups)
@@ -166,6 +177,7 @@ def fit(
         described = {
             "model": str(output),
             "classifier": model,
+            "compared": compared,
             "points": len(rows.targets),
             "fitted": len(kept),
             "calibrated": len(held),
@@ -198,6 +210,9 @@ def fit(
         f"Labels: those of {printable(whose)}, {right:.1%} right on the calibration rows (always the commonest label: "
         f"{common:.1%})."
     )
+    if compared:
+        shares = ", ".join(f"{_NAMES[kind]} {share:.1%}" for kind, share in compared.items())
+        print(f"Chosen on the rows that fit, right labels in folds: {shares}.")
     print(f"{promise['text']}\nWritten: {printable(output)}")
 
 

@@ -190,7 +190,7 @@ def _compared(
     if len(accepted) > 1:
         worst = int((wrong / accepted).argmax())
         named = "" if promise.groups is not None else f" ({_group_name(head, promise.by, int(values[worst]))})"
-        said += f" in each of {len(accepted)} groups; in the worst{named}, "
+        said += f" in every group; {len(accepted)} groups have accepted rows; in the worst{named}, "
         said += f"{percent(wrong[worst] / accepted[worst])} are wrong"
     excess = bool((wrong > risk * accepted).any())
     if promise.units:

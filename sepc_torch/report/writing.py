@@ -68,7 +68,7 @@ class BatchDrift(NamedTuple):
     @property
     def sentence(self) -> str:
         """The result in one sentence."""
-        tested = f"(p = {self.found.p_value:.2g} from {number(self.found.seen)} rows)"
+        tested = f"(test of {number(self.found.seen)} rows, p-value {self.found.p_value:.2g})"
         if self.found.alarm:
             return f"The rows are not drawn like the calibration points {tested}: promises do not cover them."
         return f"No difference from the calibration points is shown {tested}."
