@@ -10,10 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
+import torch
 from threadpoolctl import ThreadpoolController
 
+from sepc_torch import MVELayer
 from sepc_torch.data.shared_setting import SharedSetting
 from sepc_torch.partitioning.processes import one_thread
+from sepc_torch.solvers.d_optimal import Design
 from sepc_torch.solvers.programs import solve
 
 
@@ -71,6 +74,23 @@ def test_partitions_in_threads_leave_blas_as_it_was(two_blas_threads: list[int])
     assert 2 in two_blas_threads
     one = [1] * len(two_blas_threads)
     assert enter_and_leave_in_order(one_thread, blas_threads) == [one, one, one, two_blas_threads]
+
+
+def test_a_layer_solves_small_sets_with_one_thread(
+    two_blas_threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    refine = Design.refine
+
+    def watched(self: Design, gap: float) -> None:
+        seen.append(blas_threads())
+        refine(self, gap)
+
+    monkeypatch.setattr(Design, "refine", watched)
+    MVELayer(30, 3)(torch.randn(2, 30, 3, dtype=torch.float64))
+    assert seen
+    assert {number for numbers in seen for number in numbers} == {1}
+    assert blas_threads() == two_blas_threads
 
 
 def test_solvers_in_threads_leave_the_warning_filters_as_they_were() -> None:
