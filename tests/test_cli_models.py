@@ -17,6 +17,7 @@ from sklearn.linear_model import LogisticRegression
 from test_cli_head import fail, people, run, succeed
 
 from sepc_torch import DriftMonitor, FileFormatError, TrustHead, write_report
+from sepc_torch.cli import columns as table_columns
 from sepc_torch.data import files
 from sepc_torch.data.table_classifier import Trees, leading
 from sepc_torch.data.table_encoding import TableEncoding, plain_number, row_hashes
@@ -344,6 +345,18 @@ class TestColumns:
             assert len(names) == len(set(names)), "every column once"
             assert np.isfinite([feature.deviations for feature in item.features]).all()
 
+    @pytest.mark.parametrize(
+        ("texts", "mark"),
+        [
+            (["0,123", "0,456", "1,789"], ","),
+            (["1272,286", "12,345", "7,125"], ","),
+            (["1,234", "12,345", "1,000,123"], "."),
+            (["1,234", "10,000", "100,000"], "."),
+        ],
+    )
+    def test_three_digits_after_a_comma(self, texts: list[str], mark: str) -> None:
+        assert table_columns._decimal_mark(texts) == mark
+
     def test_a_given_decimal_mark_decides(self, tmp_path: Path) -> None:
         frame = people(0, 200).drop(columns="name")
         frame["size"] = [f"{i % 50 + 1}.{i % 9}00" for i in range(200)]
@@ -408,6 +421,30 @@ class TestFiles:
             pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "s.csv"), expected)
         wrong = ("score", folder / "boosting", tmp_path / "d.csv", "-o", tmp_path / "s.csv", "--encoding")
         assert "There is no encoding 'latin-99'" in fail(*wrong, "latin-99")
+
+    @pytest.mark.parametrize("fitted", ["csv", "jsonl", "parquet"])
+    def test_equal_rows_have_equal_labels_in_every_format(self, rng: Rng, tmp_path: Path, fitted: str) -> None:
+        """Text files hold booleans, codes with gaps and labels such as 1.0 as text; other files have types."""
+        active, code = rng.random(600) < 0.5, rng.integers(1, 5, 600).astype(float)
+        right = np.where(active == (code > 2), 1.0, 2.5)
+        code[rng.random(600) < 0.1] = np.nan
+        frame = pd.DataFrame({"x": rng.normal(size=600), "active": active, "code": code, "right": right})
+        for part, rows in (("train", frame[:500]), ("new", frame[500:])):
+            rows.to_csv(tmp_path / f"{part}.csv", index=False)
+            rows.to_json(tmp_path / f"{part}.jsonl", orient="records", lines=True)
+            rows.to_parquet(tmp_path / f"{part}.parquet")
+        model = tmp_path / "m.safetensors"
+        succeed("fit", tmp_path / f"train.{fitted}", "-l", "right", "--categorical", "code", "-o", model)
+        found = {}
+        for kind in ("csv", "jsonl", "parquet"):
+            told = succeed("score", model, tmp_path / f"new.{kind}", "-l", "right", "-o", tmp_path / "s.csv", "--json")
+            found[kind] = pd.read_csv(tmp_path / "s.csv"), json.loads(told)["labels"]
+        for scored, counted in found.values():
+            pd.testing.assert_frame_equal(scored, found[fitted][0])
+            assert counted == found[fitted][1]
+        scored = found["csv"][0]
+        assert (scored["label"] == scored["true_label"]).mean() > 0.8
+        assert TrustHead.load(model).judge(frame[500:]).accept.tolist() == scored["accept"].tolist()
 
     @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".tsv", ".jsonl", ".parquet"])
     def test_every_format_that_is_written_is_read(self, folder: Path, tmp_path: Path, suffix: str) -> None:

@@ -105,6 +105,21 @@ def test_the_picture_is_written(file: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 5000
 
 
+def test_right_may_be_a_number_with_a_fraction(rows: pd.DataFrame, file: Path, tmp_path: Path) -> None:
+    """As pandas writes 0, 1 and empty cells."""
+    rows.assign(ok=rows["ok"].map({"yes": 1.0, "no": 0.0})).to_csv(tmp_path / "numbers.csv", index=False)
+    options = ("--score", "s", "--right", "ok", "--risk", 0.2, "--json")
+    assert succeed(tmp_path / "numbers.csv", *options) == succeed(file, *options)
+
+
+def test_a_picture_without_right_is_refused_before_anything_is_written(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    result = run(file, "--score", "s", "--flag-rate", 0.1, "-o", out, "--plot", tmp_path / "p.png")
+    assert result.exit_code == 2
+    assert "--right" in result.stderr
+    assert not out.exists()
+
+
 def test_a_risk_that_cannot_be_promised_is_noted(file: Path) -> None:
     result = run(file, "--score", "s", "--right", "ok", "--risk", 0.001)
     assert result.exit_code == 0

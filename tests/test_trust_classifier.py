@@ -23,6 +23,7 @@ from sklearn.compose import make_column_transformer
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.exceptions import NotFittedError
+from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.frozen import FrozenEstimator
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
@@ -42,6 +43,7 @@ from sepc_torch.sklearn.embedding import ClassifierEmbedding, EmbeddingWarning
 from sepc_torch.sklearn.trust_classifier import CalibrationWarning
 
 ROOT = Path(__file__).resolve().parent.parent
+Rng = np.random.Generator
 
 
 @pytest.mark.slow
@@ -846,6 +848,30 @@ def test_the_reject_label_keeps_the_type_of_the_labels(names: list[Any], refusal
     assert label.dtype.kind == kind
     assert set(label[200:].tolist()) == {refusal}
     assert set(names) <= set(label.tolist())
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint64"])
+@pytest.mark.parametrize("refusal", [-1, 999])
+def test_the_reject_label_is_kept_among_short_labels(kind: str, refusal: int) -> None:
+    X, y = fixed(200, 2)
+    model = TrustClassifier(LogisticRegression(), reject_label=refusal).fit(X, y.astype(kind))
+    assert set(model.predict(np.concatenate([X, X + 40.0])).tolist()) == {0, 1, refusal}
+
+
+def test_texts_are_rows(rng: Rng) -> None:
+    """Of a pipeline that begins with a vectoriser, as a list, an array and a Series."""
+    words = np.array(["bright", "calm", "dark", "loud"])
+    y = rng.integers(0, 2, 400)
+    texts = [" ".join(rng.choice(words[:3] if label else words[1:], 6)) for label in y]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmbeddingWarning)
+        model = TrustClassifier(make_pipeline(TfidfVectorizer(), LogisticRegression()), risk=0.3).fit(texts, y)
+    expected = model.confidence(texts)
+    for rows in (np.array(texts), np.array(texts, dtype=object), pd.Series(texts)):
+        np.testing.assert_array_equal(model.confidence(rows), expected)
+        assert (model.predict(rows) == y).mean() > 0.8
+    with pytest.raises(ValueError, match="Expected 2D array"):
+        model.predict(np.zeros(3))
 
 
 @pytest.mark.parametrize(

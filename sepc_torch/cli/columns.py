@@ -42,8 +42,8 @@ _MISSING_TEXTS = 3
 _LEAST_DISTINCT = 20
 # Dates such as 2024-01-31, 2024/1/31, 31.01.2024 and 1/31/24, alone or before a time of day.
 _DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ]\d{1,2}:\d{2}.*)?")
-# A comma that cannot be a thousands separator: a fraction.
-_FRACTION = re.compile(r"\d,(\d{1,2}|\d{4,})\D*$")
+# A comma that cannot be a thousands separator: other than three digits after it, a zero or four digits before it.
+_FRACTION = re.compile(r"\d,(\d{1,2}|\d{4,})\D*$|(?<![\d,.])0,\d|\d{4,},\d")
 # Names of columns whose numbers are often names.
 _CODE = re.compile(
     r"(^|[^a-z])(zip|zipcode|postcode|postal|plz|code|agent|company|store|branch|region)([^a-z]|$)", re.I
@@ -87,14 +87,31 @@ class Survey(NamedTuple):
 def cells(column: Any) -> Array:
     """A column of an Arrow table as a NumPy array: numbers (NaN where missing) or objects (None where missing).
 
-    >>> cells(pa.chunked_array([[1, None]])), cells(pa.chunked_array([["a", None]]))
-    (array([ 1., nan]), array(['a', None], dtype=object))
+    Booleans become the texts that CSV files have.
+
+    >>> cells(pa.chunked_array([[1, None]])), cells(pa.chunked_array([["a", None]])), cells(pa.chunked_array([[True]]))
+    (array([ 1., nan]), array(['a', None], dtype=object), array(['True'], dtype=object))
     """
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
+    if pa.types.is_boolean(column.type):
+        column = pc.if_else(column, "True", "False")
+    if pa.types.is_decimal(column.type):
         column = column.cast(pa.float64())
     return np.asarray(column.to_numpy())
+
+
+def names_in(column: Any) -> Any:
+    """A column of names, such as categories and labels, in which whole numbers have no fraction.
+
+    The number 1 is ``1`` or ``1.0`` in text files, as their writer likes, and has no fraction in files with types.
+
+    >>> names_in(pa.chunked_array([["1.0", "01.0", "1.5", "a", None]])).to_pylist()
+    ['1', '01.0', '1.5', 'a', None]
+    """
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return pc.replace_substring_regex(column, rf"^({_WHOLE.pattern})\.0+$", r"\1") if is_text(column.type) else column
 
 
 def number_cells(column: Any, missing: frozenset[str]) -> Array:
@@ -121,8 +138,8 @@ def number_columns(columns: Sequence[Any], missing: frozenset[str]) -> list[Arra
         parts = [list(group) for _, group in groupby(columns, key=lambda column: column.type)]
         parts = [part[i : i + at_a_time] for part in parts for i in range(0, len(part), at_a_time)]
         return [values for part in parts for values in number_columns(part, missing)]
-    if not is_text(kind):
-        return [cells(column) for column in columns]
+    if not is_text(kind):  # a boolean among numbers is 0 or 1
+        return [cells(column.cast(pa.float64()) if pa.types.is_boolean(kind) else column) for column in columns]
     values = _parsed(pa.chunked_array([chunk for column in columns for chunk in column.chunks], kind), missing)
     if values is not None:
         return list(values.reshape(len(columns), rows))
@@ -144,20 +161,27 @@ def _parsed(texts: Any, missing: frozenset[str]) -> Array | None:
 
 
 def table_columns(
-    table: pa.Table, names: Sequence[str], numbers: Sequence[str], missing: Sequence[str]
+    table: pa.Table,
+    names: Sequence[str],
+    numbers: Sequence[str],
+    missing: Sequence[str],
+    categories: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Columns of a table as arrays; those that should hold numbers are parsed."""
+    """Columns of a table as arrays; those that should hold numbers are parsed, categories are names."""
     chosen = set(numbers)
     texts = [name for name in names if name in chosen]
     parsed = dict(zip(texts, number_columns([table.column(name) for name in texts], frozenset(missing)), strict=True))
-    return {name: parsed[name] if name in parsed else cells(table.column(name)) for name in names}
+    others = {name: table.column(name) for name in names if name not in parsed}
+    found = {name: cells(names_in(column) if name in categories else column) for name, column in others.items()}
+    return {name: parsed[name] if name in parsed else found[name] for name in names}
 
 
 def encoded_rows(table: pa.Table, names: Sequence[str], encoding: TableEncoding | None) -> Encoded:
     """Columns of a table as points; without an encoding they are plain numbers, and a missing value is a problem."""
     if encoding is not None:
         numbers = [column.name for column in encoding.numbers if column.name in names and not column.decimal]
-        return encoding.encode(table_columns(table, names, numbers, encoding.missing))
+        categories = {column.name for column in encoding.categories}
+        return encoding.encode(table_columns(table, names, numbers, encoding.missing, categories))
     problems: dict[int, str] = {}
     parts = []
     for name, column in table_columns(table, names, names, MISSING).items():
@@ -193,7 +217,8 @@ def survey(
         elif is_text(kind) and decimal:
             _survey_column(found, name, cells(column), rows, missing, decimal)
         else:
-            _survey_column(found, name, number_cells(column, missing), rows, missing, "")
+            values = cells(column) if pa.types.is_boolean(kind) else number_cells(column, missing)
+            _survey_column(found, name, values, rows, missing, "")
     for name in list(found.dates):
         days, wrong = parse_dates(cells(table.column(name)), found.dates[name], missing)
         if wrong.any():
@@ -417,7 +442,8 @@ def whole_numbers(column: Any) -> Any:
 
 def label_texts(column: Any, missing: frozenset[str] = frozenset(MISSING)) -> list[str | None]:
     """Labels as text, None where missing."""
-    return [None if text == ABSENT else text for text in category_texts(column.to_pylist(), missing).tolist()]
+    texts = category_texts(names_in(column).to_pylist(), missing).tolist()
+    return [None if text == ABSENT else text for text in texts]
 
 
 def class_names(classes: Sequence[Any], codes: Int[Array, "n"]) -> Any:

@@ -480,6 +480,8 @@ def _checked_list(name: str, value: Any, length: int) -> list[Any]:
 
 
 def _text(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return str(value)  # as CSV files have it
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 

@@ -64,6 +64,8 @@ def threshold(
     """
     if sum(given is not None for given in (risk, flag_rate, cost)) != 1 or (cost is None) != (review is None):
         raise ValueError("Pass exactly one of --risk, --flag-rate and --cost; --cost needs --review.")
+    if plot is not None and right is None:
+        raise ValueError("--plot draws the share of wrong predictions: name the column of right ones with --right.")
     for path, suffixes in ((output, shell.WRITABLE), (plot, _PICTURES)):
         if path is not None:
             shell.check_writable(path, suffixes, data)

@@ -217,7 +217,7 @@ class TrainingRows(NamedTuple):
             return None
         found = self.columns
         plain = [name for name in found.numbers if name not in found.decimals]
-        table = table_columns(rows.table, self.features, plain, self.missing)
+        table = table_columns(rows.table, self.features, plain, self.missing, found.categories)
         return TableEncoding.fit(
             *(table, found.numbers, found.categories, self.missing), dates=found.dates, decimals=found.decimals
         )

@@ -18,6 +18,8 @@ from sepc_torch.shapes import Array, Int
 CHANCE = 0.01
 # Probability that an interval of a share misses the share.
 _MISSED = 0.05
+# From this share and number of rows of the training file on, a report is about these and not about new rows.
+_SEEN, _LEAST_SEEN = 0.1, 20
 
 
 def percent(share: float | None) -> str:
@@ -77,6 +79,7 @@ def promise_state(
     alarm: bool = False,
     groups: Int[Array, "N"] | None = None,
     cost: float | None = None,
+    seen: float = 0.0,
 ) -> PromiseState:
     r"""Whether the promise of a head holds on the rows, in words, and what to do next.
 
@@ -95,6 +98,7 @@ def promise_state(
         alarm: Whether the rows are shown not to be drawn like the calibration points.
         groups: The groups of the rows, for a promise by given groups.
         cost: The mean cost of the rows of known classes, for a promise about costs.
+        seen: Share of the rows that equal a row that made the head.
     """
     promise, age = head.promise, head.calibration_age
     recalibrate = "Calibrate with more labelled rows, or promise less: head.accept_at(risk=...) with a larger risk."
@@ -106,6 +110,9 @@ def promise_state(
         changed = f"{percent(age)} of the training points were added or forgotten since the calibration"
         step = "Calibrate the head again with held-out rows, and report again."
         return PromiseState("does not apply", f"The promise does not apply: {changed}.", step)
+    if seen >= max(_SEEN, 2.0 * head.repeats) and seen * len(rows) >= _LEAST_SEEN:
+        why = f"{percent(seen)} of these rows are rows of the training file, and say nothing about new ones"
+        return PromiseState("does not apply", f"The promise does not apply: {why}.", "Report on rows of another file.")
     outside = (
         "Look at the novel rows below. If such rows will come again, fit the head with their classes or calibrate it "
         "with labelled rows like these, and report again; until then, do not rely on the promise."

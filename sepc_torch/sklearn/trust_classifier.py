@@ -339,10 +339,12 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
         labels = estimator_labels(self.estimator_, X)
         if self.reject_label is None:
             return labels
-        refusal = np.asarray(self.reject_label)
+        refusal = np.asarray(self.reject_label)  # with a type of its own: -1 among labels of eight bits would be 255
         if (refusal.dtype.kind in "US") != (labels.dtype.kind in "US") or refusal.dtype.kind == "b":
             labels = labels.astype(object)
-        return np.where(self.accept(X, groups), labels, self.reject_label)
+        elif np.result_type(labels, refusal).kind == "f" and refusal.dtype.kind in "iu" and labels.dtype.kind in "iu":
+            labels = labels.astype(object)  # no type of integers holds both
+        return np.where(self.accept(X, groups), labels, self.reject_label if labels.dtype == object else refusal)
 
     def predict_proba(self, X: Any) -> Float[Array, "B C"]:
         """Calibrated probabilities of the classes, provided that the rows are of a known kind.
@@ -496,7 +498,7 @@ class TrustClassifier(MetaEstimatorMixin, ClassifierMixin, BaseEstimator):  # ty
     def _rows(self, X: Any) -> Any:
         """Check the features by name and number; raise NotFittedError first if the classifier is not fitted."""
         check_is_fitted(self)
-        if getattr(X, "ndim", 2) == 1:
+        if getattr(X, "ndim", 2) == 1 and np.asarray(X).dtype.kind in "biufc":  # texts are rows of a vectoriser
             raise ValueError(
                 "Expected 2D array, got 1D array instead. Reshape your data: X.reshape(1, -1) if it is one row."
             )
