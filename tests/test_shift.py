@@ -171,10 +171,14 @@ def test_p_values_of_shifted_rows(head: TrustHead, rng: Rng) -> None:
 
 def test_a_region_without_calibration_points_is_not_promised(head: TrustHead, rng: Rng) -> None:
     """Rows of a region that the calibration never saw count as wrong: a few are tolerated, many are not."""
-    labels = calibrated(head, draw(rng, 2000, np.array([0.5, 0.5, 0.0])), 400)
     for share, found in ((0.0, True), (0.01, True), (0.3, False)):
-        target = draw(rng, 2000, np.array([(1.0 - share) / 2, (1.0 - share) / 2, share]))
-        answer = accept_for_target(labels, head.sepc, target.prediction(), "covariate", RISK, DELTA, None)
+        shares = np.array([(1.0 - share) / 2, (1.0 - share) / 2, share])
+        for _ in range(4):  # the test of the fit refuses one draw in a hundred
+            labels = calibrated(head, draw(rng, 2000, np.array([0.5, 0.5, 0.0])), 400)
+            target = draw(rng, 2000, shares).prediction()
+            answer = accept_for_target(labels, head.sepc, target, "covariate", RISK, DELTA, None)
+            if answer.fit > FIT_LEVEL:
+                break
         assert answer.found is found
         assert answer.missing == pytest.approx(share, abs=0.05)
     assert "have no calibration point of their region left, above all in the regions 2" in answer.limits
@@ -182,11 +186,14 @@ def test_a_region_without_calibration_points_is_not_promised(head: TrustHead, rn
 
 
 def test_a_flag_rate_of_shifted_rows(head: TrustHead, rng: Rng) -> None:
-    labels = calibrated(head, draw(rng, 2000, BEFORE), 400)
-    target = draw(rng, 2000, AFTER)
-    answer = accept_for_target(labels, head.sepc, target.prediction(), "covariate", None, DELTA, 0.1)
+    for _ in range(4):  # the test of the fit refuses one draw in a hundred
+        labels, target = calibrated(head, draw(rng, 2000, BEFORE), 400), draw(rng, 2000, AFTER)
+        answer = accept_for_target(labels, head.sepc, target.prediction(), "covariate", None, DELTA, 0.1)
+        if answer.fit > FIT_LEVEL:
+            break
     assert answer.found
-    assert 1.0 - answer.coverage == pytest.approx(0.1, abs=0.05)
+    spread = math.sqrt(0.1 * 0.9 * (1 / answer.points + 1 / answer.rows))
+    assert 1.0 - answer.coverage == pytest.approx(0.1, abs=5.0 * spread)
     with pytest.raises(ValueError, match="a flag_rate of shifted rows needs shift='covariate'"):
         accept_for_target(labels, head.sepc, target.prediction(), "label", None, DELTA, 0.1)
 
