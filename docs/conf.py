@@ -156,13 +156,6 @@ def _other_names(
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
 
 
-# Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines; on a
-# phone, more than a line). From so many columns on a table has a smaller type.
-_ONE_LINE, _PROSE, _PHONE, _MANY = 40, 100, 35, 7
-# A line of a table has room for so many characters; where the columns need more, only short cells stay on one line.
-_ROOM, _SHORT = 80, 11
-
-
 def _second_anchors(app: Sphinx, document: nodes.document) -> None:
     """Give an entry of a module the anchor that links from source pages have: viewcode knows one name for a module."""
     taken = {name for node in document.findall(addnodes.desc_signature) for name in node["ids"]}
@@ -171,6 +164,13 @@ def _second_anchors(app: Sphinx, document: nodes.document) -> None:
             other = f"sepc_torch.{node['fullname']}"
             if other not in taken:
                 node["ids"].append(other)
+
+
+# Characters of a cell that stays on one line (a date with its remark), and of one that holds prose (two lines; on a
+# phone, more than a line). From so many columns on a table has a smaller type.
+_ONE_LINE, _PROSE, _PHONE, _MANY = 40, 100, 35, 7
+# A line of a table has room for so many characters; where the columns need more, only short cells stay on one line.
+_ROOM, _SHORT = 80, 11
 
 
 def _cells_on_one_line(app: Sphinx, document: nodes.document, page: str) -> None:

@@ -465,18 +465,18 @@ def test_calibration_with_other_rows(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "copy.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_report_about_training_rows_says_so(tmp_path: Path) -> None:
     model, train, page = tmp_path / "m", tmp_path / "t.csv", tmp_path / "r.html"
     people(0, 300).to_csv(train, index=False)
     succeed("fit", train, "-l", "answer", "--id", "name", "--risk", 0.3, "-o", model)
     succeed("report", model, train, "-l", "answer", "-o", page)
-    assert "The promise does not apply: 100.0 % of these rows are rows of the training file" in page.read_text()
+    assert "The promise does not apply: 100 % of these rows are rows of the training file" in page.read_text()
     people(1, 300).to_csv(tmp_path / "n.csv", index=False)
     succeed("report", model, tmp_path / "n.csv", "-l", "answer", "-o", page)
     assert "rows of the training file" not in page.read_text()
 
 
+@pytest.mark.slow
 def test_explanations_and_reports_take_the_promise_of_score(folder: Path, tmp_path: Path) -> None:
     succeed("score", folder / "model", folder / "new.csv", "-o", tmp_path / "scored.csv", "--flag-rate", "0.4")
     accept = pd.read_csv(tmp_path / "scored.csv")["accept"]

@@ -104,7 +104,7 @@ def cells(column: Any) -> Array:
 def names_in(column: Any) -> Any:
     """A column of names, such as categories and labels, in which whole numbers have no fraction.
 
-    The number 1 is ``1`` or ``1.0`` in text files, as their writer likes, and has no fraction in files with types.
+    Text files write the number 1 as ``1`` or as ``1.0``; in files with types it is one number.
 
     >>> names_in(pa.chunked_array([["1.0", "01.0", "1.5", "a", None]])).to_pylist()
     ['1', '01.0', '1.5', 'a', None]
